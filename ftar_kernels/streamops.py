@@ -137,11 +137,7 @@ class DeviceStream:
         self._driver.cuStreamDestroy_v2(self._handle)  # as soon as its work is done
 
     def _made(self, name: str, *arguments: object) -> None:
-        """Call a function of the driver.
-
-        Raises:
-            RuntimeError: it has failed.
-        """
+        """Call a function of the driver. Raises RuntimeError."""
         if code := getattr(self._driver, name)(*arguments):
             raise RuntimeError(f"{name}: {self._told(code)}")
 

@@ -22,20 +22,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from ft_hsdp.core import state_id
-from ft_hsdp.core.grant import Grant
-from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
 from ft_hsdp.jsonl import DiskThread, clear_way, set_aside
 from ft_hsdp.mounts import LOCKLESS, mount_of
-from lighthouse.placement.state import Placement
 from lighthouse.placement.state import remembered as placed
-from lighthouse.quorum.rules import AdmittedIncarnation, Edges, Epoch, Incarnation, remembered
-from lighthouse.quorum.state import Agreement, LighthouseState, Policy
+from lighthouse.quorum.rules import remembered
+from lighthouse.quorum.state import LighthouseState, Policy
 
 FORMAT = 9  # of the rows
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
@@ -55,26 +52,13 @@ FULL = (
 _log = logging.getLogger(__name__)
 
 
+_TYPES = get_type_hints(LighthouseState)
 _DURABLE: dict[str, TypeAdapter[Any]] = {
-    "term": TypeAdapter(int),
-    "fresh": TypeAdapter(bool),
-    "head": TypeAdapter(StateId | None),
-    "epoch": TypeAdapter(int),
-    "epochs": TypeAdapter(tuple[Epoch, ...]),
-    "exited": TypeAdapter(frozenset[Incarnation]),
-    "grant": TypeAdapter(Grant | None),
-    "finished": TypeAdapter(bool),
-    "halted": TypeAdapter(str),
-    "diverged": TypeAdapter(tuple[int, ...]),
-    "drained": TypeAdapter(frozenset[int]),
-    "checkpoint": TypeAdapter(int),
-    "target": TypeAdapter(int),
-    "lives": TypeAdapter(tuple[AdmittedIncarnation, ...]),
-    "agreed": TypeAdapter(Agreement | None),
-    "rewound": TypeAdapter(tuple[int, ...]),
-    "rewinding": TypeAdapter(bool),
-    "edges": TypeAdapter(Edges),
-    "placement": TypeAdapter(Placement),
+    name: TypeAdapter(_TYPES[name])
+    for name in (
+        *("term", "fresh", "head", "epoch", "epochs", "exited", "grant", "finished", "halted", "diverged"),
+        *("drained", "checkpoint", "target", "lives", "agreed", "rewound", "rewinding", "edges", "placement"),
+    )
 }
 
 Rows = dict[str, str]

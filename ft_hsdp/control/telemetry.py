@@ -203,6 +203,7 @@ class Reporter:
         self._events = Rows()
         self._commits = Rows()
         self._logged = Rows()
+        self._rows = self._events, self._commits, self._logged
         self._refused = 0
         self._most = MAX_ROWS
         # By rank of this replica: when it spoke, its sign of life, how many rows it dropped.
@@ -217,7 +218,7 @@ class Reporter:
     def dropped(self) -> int:
         """Rows that were given up since the start, those of other ranks included."""
         others = sum(dropped for _, _, dropped in self._others.values())
-        here = sum(rows.dropped for rows in (self._events, self._commits, self._logged))
+        here = sum(rows.dropped for rows in self._rows)
         return here + self._refused + others
 
     def event(self, row: Mapping[str, object]) -> None:
@@ -259,14 +260,14 @@ class Reporter:
 
     async def _run(self) -> None:
         backoff = BACKOFF_S
-        while not self._closing.is_set() or self._events or self._commits or self._logged:
+        while not self._closing.is_set() or any(self._rows):
             if not await self._send():
                 await _wait(self._closing, backoff)
                 await asyncio.sleep(GATHER_S)
                 backoff = min(2 * backoff, BACKOFF_MAX_S)
                 continue
             backoff = BACKOFF_S
-            if not (self._events or self._commits or self._logged or self._closing.is_set()):
+            if not (any(self._rows) or self._closing.is_set()):
                 await _wait(self._wake, PERIOD_S)
                 await _wait(self._closing, GATHER_S)
 
@@ -278,7 +279,7 @@ class Reporter:
         self._called = False  # before rows are taken: a later one wakes this task again
         self._wake.clear()
         rows, room, size = [], self._most, MAX_BYTES
-        for waiting in (self._events, self._commits, self._logged):
+        for waiting in self._rows:
             rows.append(waiting.take(room, size))
             room, size = room - len(rows[-1]), size - sum(map(len, rows[-1]))
         count = self._most - room
@@ -293,20 +294,19 @@ class Reporter:
                 _log.warning("the lighthouse refuses a row: %s", error)
                 return False
             self._most = max(1, count // 2)
-            self._return(*rows)
+            self._return(rows)
             return bool(count)
         except Exception as error:  # no error of telemetry may end the rank
             if not isinstance(error, LighthouseUnreachable | TimeoutError):
                 _log.warning("telemetry is not sent: %s: %s", type(error).__name__, error)
-            self._return(*rows)
+            self._return(rows)
             return False
         self._most = min(2 * self._most, MAX_ROWS)
         return True
 
-    def _return(self, events: list[str], commits: list[str], logged: list[str]) -> None:
-        self._events.give_back(events)
-        self._commits.give_back(commits)
-        self._logged.give_back(logged)
+    def _return(self, rows: list[list[str]]) -> None:
+        for waiting, taken in zip(self._rows, rows, strict=True):
+            waiting.give_back(taken)
 
     def _message(self, events: list[str], commits: list[str], logged: list[str]) -> Telemetry:
         now = asyncio.get_running_loop().time()

@@ -85,7 +85,6 @@ class FtHsdpAccelerator(Accelerator):
             if self.mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self.mixed_precision)
         self._updates = Updates(self.job, max_norm, "accelerator.prepare(scheduler)")
-        self._trained: nn.Module | None = None
 
     # What a user calls while setting up.
 
@@ -116,24 +115,13 @@ class FtHsdpAccelerator(Accelerator):
         prepared = super().prepare(*args, device_placement=device_placement)
         for each in prepared if isinstance(prepared, tuple | list) else (prepared,):
             if isinstance(each, nn.Module) and any(p.requires_grad for p in each.parameters()):
-                self._adopt(each)
+                self._updates.adopt("accelerator.prepare", each)
             elif isinstance(each, AcceleratedScheduler):
                 if self.step_scheduler_with_optimizer:
                     allowed = "False: each committed step is one step of the scheduler, not one for each process"
                     raise ConfigError("Accelerator(step_scheduler_with_optimizer)", True, allowed)
                 self._updates.add_scheduler(each.scheduler)
         return prepared
-
-    def _adopt(self, model: nn.Module) -> None:
-        """Give a model to the job.
-
-        Raises:
-            ConfigError: There is one already, or the job cannot take it.
-        """
-        if self._trained is not None:
-            allowed = f"one model that is trained; {type(self._trained).__name__} is there (requires_grad_(False))"
-            raise ConfigError("accelerator.prepare", type(model).__name__, allowed)
-        self._trained = self.job.adopt(model)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -164,21 +152,13 @@ class FtHsdpAccelerator(Accelerator):
         self._updates.check_norm("accelerator.clip_grad_norm_", max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Refuse to clip by value.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse to clip by value. Raises ConfigError."""
         raise ConfigError(
             "accelerator.clip_grad_value_", clip_value, "clip_grad_norm_: the gradient is not reduced yet"
         )
 
     def no_sync(self, model: nn.Module) -> Any:
-        """Refuse to skip FSDP2's reduction.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse to skip FSDP2's reduction. Raises ConfigError."""
         allowed = "train.accumulate in the configuration, and optimizer.step() after each micro-batch"
         raise ConfigError("accelerator.no_sync", type(model).__name__, allowed)
 
@@ -200,7 +180,7 @@ class FtHsdpAccelerator(Accelerator):
         Returns:
             On rank 0 the unsharded tensors by name, {} on the others (`Job.full_state_dict`).
         """
-        if model is self._trained:
+        if model is self._updates.model:
             return self.job.full_state_dict()
         return super().get_state_dict(model, unwrap)
 
@@ -220,29 +200,17 @@ class FtHsdpAccelerator(Accelerator):
     # What the job does itself.
 
     def init_trackers(self, project_name: str, *args: Any, **kwargs: Any) -> None:
-        """Refuse trackers, which each replica would have.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse trackers, which each replica would have. Raises ConfigError."""
         raise ConfigError(
             "accelerator.init_trackers", project_name, "accelerator.log, and the sinks of docs/metrics.md"
         )
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Refuse Accelerate's checkpoints.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse Accelerate's checkpoints. Raises ConfigError."""
         raise ConfigError("accelerator.save_state", output_dir, "checkpoint.dir and checkpoint.every of the job")
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Refuse Accelerate's checkpoints.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse Accelerate's checkpoints. Raises ConfigError."""
         raise ConfigError(
             "accelerator.load_state", input_dir, "checkpoint.dir of the job, which resumes by itself"
         )
@@ -260,9 +228,4 @@ class CommittingOptimizer(AcceleratedOptimizer):
         Raises:
             ConfigError: There was no batch of the job, there is a closure, or an optimizer is stepped out of turn.
         """
-        if closure is not None:
-            name = f"closure for {type(self.optimizer).__name__}"
-            raise ConfigError(
-                "optimizer.step", name, "no argument: the optimizer is stepped when the step commits"
-            )
-        self._updates.step(self.optimizer, _LOADER)
+        self._updates.step(self.optimizer, _LOADER, "closure" if closure is not None else "")

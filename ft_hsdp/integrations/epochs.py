@@ -54,11 +54,7 @@ def translate(job: Job, dataloader: DataLoader[Any]) -> Loader[Any]:
 
 
 def _check(dataloader: DataLoader[Any], samples: int) -> None:
-    """Check that a DataLoader takes the samples in an order that the job has, too.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Check that a DataLoader takes the samples in an order that the job has, too. Raises ConfigError."""
     if dataloader.batch_size is None:
         given, key = (
             dataloader.batch_sampler,

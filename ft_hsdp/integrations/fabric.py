@@ -82,7 +82,6 @@ class FtHsdpStrategy(ModelParallelStrategy):
         self._backward_sync_control = _OneReductionEach()
         self.logger = JobLogger(self.job)
         self._updates = Updates(self.job, max_norm, "strategy.setup_scheduler(...)")
-        self._model: nn.Module | None = None
 
     # What Fabric calls while it sets up.
 
@@ -111,13 +110,8 @@ class FtHsdpStrategy(ModelParallelStrategy):
             ConfigError: There is one that is trained already, or the job cannot take it.
         """
         module = super().setup_module(module)
-        if not any(p.requires_grad for p in module.parameters()):
-            return module
-        if self._model is not None:
-            allowed = f"one module that is trained; {type(self._model).__name__} is there (requires_grad_(False))"
-            raise ConfigError("fabric.setup_module", type(module).__name__, allowed)
-        self._model = self.job.adopt(module)
-        return self._model
+        trained = any(p.requires_grad for p in module.parameters())
+        return self._updates.adopt("fabric.setup_module", module) if trained else module
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> Any:
         """Refuse to set up both at once, because FSDP2 puts other parameters into the module.
@@ -185,12 +179,7 @@ class FtHsdpStrategy(ModelParallelStrategy):
         Raises:
             ConfigError: There was no batch of the job, there is a closure, or an optimizer is stepped out of turn.
         """
-        if kwargs:
-            name = f"{', '.join(kwargs)} for {type(optimizer).__name__}"
-            raise ConfigError(
-                "optimizer.step", name, "no argument: the optimizer is stepped when the step commits"
-            )
-        self._updates.step(optimizer, "strategy.setup_dataloader(...)")
+        self._updates.step(optimizer, "strategy.setup_dataloader(...)", ", ".join(kwargs))
 
     def clip_gradients_norm(
         self,
@@ -212,11 +201,7 @@ class FtHsdpStrategy(ModelParallelStrategy):
         return None  # type: ignore[return-value] # the annotation of `Fabric.clip_gradients` has it
 
     def clip_gradients_value(self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Refuse to clip by value.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse to clip by value. Raises ConfigError."""
         raise ConfigError("fabric.clip_gradients(clip_val)", clip_val, "max_norm: the gradient is not reduced yet")
 
     # Files.
@@ -259,11 +244,7 @@ class JobLogger(Logger):
         self._job.log(metrics, step)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Refuse hyper-parameters.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse hyper-parameters. Raises ConfigError."""
         allowed = "args of the configuration, which is in the run's directory"
         raise ConfigError("logger.log_hyperparams", type(params).__name__, allowed)
 

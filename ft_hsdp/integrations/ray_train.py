@@ -165,11 +165,7 @@ class FtHsdpTorchTrainer(TorchTrainer):
         loop(self.train_loop_config or {}) if needed else loop()
 
     def _check(self, config: Config) -> None:
-        """Compare the arguments with the configuration of the job.
-
-        Raises:
-            ConfigError: They do not fit, or have no meaning here.
-        """
+        """Compare the arguments with the configuration of the job. Raises ConfigError."""
         for name, value in self._others.items():
             if value is not None:
                 raise ConfigError(f"FtHsdpTorchTrainer({name})", value, _INSTEAD[name])
@@ -186,11 +182,7 @@ class FtHsdpTorchTrainer(TorchTrainer):
         _check_default(run, RunConfig(name=run.name), _INSTEAD_OF_RUN)
 
     def _submit(self) -> Result:
-        """Run the launcher, and return what it leaves.
-
-        Raises:
-            ConfigError: An argument, or the configuration of the job, cannot be used.
-        """
+        """Run the launcher, and return what it leaves. Raises ConfigError."""
         name = self.run_config.name or _UNNAMED
         overrides = [] if name.startswith(_UNNAMED) else [f"--job.name={json.dumps(name)}"]
         config = load(self._file, overrides)
@@ -238,11 +230,7 @@ class RankContext(LocalTrainContext):
         )
 
     def get_storage(self) -> NoReturn:
-        """Refuse Ray Train's storage.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse Ray Train's storage. Raises ConfigError."""
         raise ConfigError("get_context().get_storage", "a call", "checkpoint.dir of the job")
 
 
@@ -269,11 +257,7 @@ class RankUtils(LocalTrainFnUtils):
         job.log(metrics)
 
     def get_dataset_shard(self, dataset_info: Any) -> NoReturn:
-        """Refuse Ray Data, whose shards are of a fixed number of workers.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse Ray Data, whose shards are of a fixed number of workers. Raises ConfigError."""
         raise ConfigError("ray.train.get_dataset_shard", dataset_info.dataset_name, _INSTEAD["datasets"])
 
     def barrier(self) -> None:
@@ -287,22 +271,14 @@ class RankUtils(LocalTrainFnUtils):
         dist.barrier()
 
     def broadcast_from_rank_zero(self, data: Any) -> NoReturn:
-        """Refuse to send objects from rank to rank, which would have to be unpickled.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse to send objects from rank to rank, which would have to be unpickled. Raises ConfigError."""
         raise ConfigError(
             "ray.train.collective.broadcast_from_rank_zero", data, "torch.distributed.broadcast of a tensor"
         )
 
 
 def _check_default(given: Any, plain: Any, instead: dict[str, str]) -> None:
-    """Check that no field of ``given`` was set which is not used here.
-
-    Raises:
-        ConfigError: One was.
-    """
+    """Check that no field of ``given`` was set which is not used here. Raises ConfigError."""
     for field in dataclasses.fields(given):
         value = getattr(given, field.name)
         if value != getattr(plain, field.name):

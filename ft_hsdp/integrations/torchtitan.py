@@ -103,11 +103,7 @@ class FtHsdpTrainer(Trainer):
         return ParallelDims.from_config(self.config.parallelism, self.job.ranks)
 
     def _give_to_job(self) -> Optimizer:
-        """Give the model, the optimizers and the schedulers to the job.
-
-        Raises:
-            ConfigError: The job cannot take one of them.
-        """
+        """Give the model, the optimizers and the schedulers to the job. Raises ConfigError."""
         self.checkpointer.load(step=self.config.checkpoint.load_step)
         if self.step:
             allowed = "weights to begin with: initial_load_path, with initial_load_model_only"
@@ -246,11 +242,7 @@ def _name(key: str) -> str:
 
 
 def _check(config: Trainer.Config, job: Job) -> None:
-    """Check torchtitan's settings against what a job can do.
-
-    Raises:
-        ConfigError: A setting cannot be used.
-    """
+    """Check torchtitan's settings against what a job can do. Raises ConfigError."""
     for key, (value, allowed) in _ALLOWED.items():
         section, name = key.split(".")
         got = getattr(getattr(config, section), name)

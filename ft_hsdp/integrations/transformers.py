@@ -368,11 +368,7 @@ def _check_class(kind: type) -> None:
 
 
 def _check_arguments(args: Any, job: Job) -> None:
-    """Check what the Trainer was told against what a job can do.
-
-    Raises:
-        ConfigError: An argument cannot be used.
-    """
+    """Check what the Trainer was told against what a job can do. Raises ConfigError."""
     train = job.config.train
     equal = {
         "max_steps": (train.steps, "train.steps"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ft_hsdp.errors import ConfigError
@@ -32,6 +32,7 @@ class Updates:
         self._job = job
         self._max_norm = max_norm
         self._setup_scheduler = setup_scheduler
+        self.model: nn.Module | None = None  # that is trained
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[LRScheduler] = []
         self._optimizer: Optimizer | None = None  # from the first batch on
@@ -47,6 +48,18 @@ class Updates:
         if self._optimizer is not None:
             name = value if isinstance(value, str) else type(value).__name__
             raise ConfigError(what, name, "a call before the first batch")
+
+    def adopt(self, what: str, model: nn.Module) -> nn.Module:
+        """Give the job the model that is trained; ``what`` names the call in messages.
+
+        Raises:
+            ConfigError: There is one already, or the job cannot take it.
+        """
+        if self.model is not None:
+            allowed = f"one module that is trained; {type(self.model).__name__} is there (requires_grad_(False))"
+            raise ConfigError(what, type(model).__name__, allowed)
+        self.model = self._job.adopt(model)
+        return self.model
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Add an optimizer of parameters of the job's model."""
@@ -92,17 +105,22 @@ class Updates:
             loss = loss.detach()
             self._loss = loss if self._loss is None else self._loss + loss
 
-    def step(self, optimizer: torch.optim.Optimizer, setup_dataloader: str) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, setup_dataloader: str, given: str = "") -> None:
         """Commit a step in the call for the last of the optimizers (`train.job.Optimizer.step`).
 
         Args:
             optimizer: Which one the loop steps.
             setup_dataloader: How a user gives the data to the job, for messages.
+            given: Names of the arguments that the loop has given to the step.
 
         Raises:
-            ConfigError: There was no batch of the job, or the optimizer is stepped out of turn.
+            ConfigError: There was no batch of the job, there is an argument such as a closure, or the optimizer is
+                stepped out of turn.
         """
         name = type(optimizer).__name__
+        if given:
+            allowed = "no argument: the optimizer is stepped when the step commits"
+            raise ConfigError("optimizer.step", f"{given} for {name}", allowed)
         if self._optimizer is None:
             allowed = f"a batch of {setup_dataloader} before it: that is the data which counts exactly once"
             raise ConfigError("optimizer.step", name, allowed)

@@ -81,9 +81,8 @@ def admin(service: Service, keys: Keys) -> APIRouter:
         host: str = "",
     ) -> OneLine:
         order = order or OperatorOrder()
-        reason = one_line(order.reason)
+        reason = one_line(order.reason) or "no reason was given"
         address = request.client.host if request.client else "unknown"
-        reason = reason or "no reason was given"
         done = service.command(action, replica, reason, address, order.force, target, host)
         if isinstance(done, Impossible):
             raise HTTPException(done.status, done.detail)
@@ -204,12 +203,10 @@ def create_app(
         return JSONResponse({"detail": f"{where}: {str(first['msg'])[:160]}"}, 422)
 
     @app.exception_handler(ProtocolViolation)
-    async def violation(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"detail": " ".join(str(error).split())}, 422)
-
     @app.exception_handler(StoreFailed)
-    async def store_failed(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"detail": " ".join(str(error).split())}, 503)
+    async def refused(_: Request, error: Exception) -> JSONResponse:
+        status = 422 if isinstance(error, ProtocolViolation) else 503
+        return JSONResponse({"detail": " ".join(str(error).split())}, status)
 
     app.include_router(v1)
     if journal is not None:

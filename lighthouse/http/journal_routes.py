@@ -21,7 +21,7 @@ from ft_hsdp.protocol import MAX_COUNT, Telemetry, tag_of
 from lighthouse.http.access import Bearer, Keys
 from lighthouse.http.quorum_route import read
 from lighthouse.http.rate_limits import TooMany
-from lighthouse.journal.database import MAX_READ, DatabaseFailed
+from lighthouse.journal.database import MAX_READ, DatabaseFailed, EventQuery
 from lighthouse.journal.journal import JobJournal, worded
 from lighthouse.quorum.state import LighthouseState as Decisions
 from lighthouse.service import Service
@@ -154,15 +154,9 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
     ) -> JSONResponse:
         """A page of the log: the first rows after a number, else the newest ones before a number or of all."""
         try:
-            found = await asyncio.to_thread(
-                journal.events,
-                after=after,
-                before=before,
-                limit=limit,
-                replica=replica,
-                event=event,
-                text=text,
-            )
+            asked: EventQuery = {"after": after, "before": before, "limit": limit}
+            asked |= {"replica": replica, "event": event, "text": text}
+            found = await asyncio.to_thread(journal.events, **asked)
         except DatabaseFailed as error:
             raise _unreadable(error) from None
         return JSONResponse(found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -63,45 +64,21 @@ class Meter:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = registry = CollectorRegistry()
         ProcessCollector(namespace="ft_hsdp_lighthouse", registry=registry)
-        self._commits = Counter(
-            "ft_hsdp_commits", "Committed steps, those that were done again included", registry=registry
-        )
-        self._step_s = Histogram(
-            "ft_hsdp_step_seconds", "Time from one commit to the next", buckets=STEP_S, registry=registry
-        )
-        self._totals = {name: Counter(*told, registry=registry) for name, told in TOTALS.items()}
-        self._waits = Counter(
-            "ft_hsdp_exposed_wait_seconds", "Time that steps waited, by cause", ["cause"], registry=registry
-        )
-        self._dropped = Counter(
-            "ft_hsdp_dropped_rows", "Rows that found no place while the lighthouse was away", registry=registry
-        )
-        self._failures = Counter("ft_hsdp_failures", "Failures that are over", ["kind"], registry=registry)
-        self._detect = Histogram(
-            "ft_hsdp_detection_seconds",
-            "From a failure to its first evidence",
-            buckets=RECOVERY_S,
-            registry=registry,
-        )
-        self._stall = Histogram(
-            "ft_hsdp_stall_seconds", "What a failure cost the others' step", buckets=RECOVERY_S, registry=registry
-        )
-        self._rejoin = Histogram(
-            "ft_hsdp_rejoin_seconds",
-            "From a failure until the replica contributes again",
-            buckets=RECOVERY_S,
-            registry=registry,
-        )
-        self._requests = Counter(
-            "ft_hsdp_lighthouse_requests", "Requests that were answered", ["route", "code"], registry=registry
-        )
-        self._request_s = Histogram(
-            "ft_hsdp_lighthouse_request_seconds",
-            "Time to the end of an answer; asks are long polls",
-            ["route"],
-            buckets=REQUEST_S,
-            registry=registry,
-        )
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        recovery = partial(histogram, buckets=RECOVERY_S)
+        self._commits = counter("ft_hsdp_commits", "Committed steps, those that were done again included")
+        self._step_s = histogram("ft_hsdp_step_seconds", "Time from one commit to the next", buckets=STEP_S)
+        self._totals = {name: counter(*told) for name, told in TOTALS.items()}
+        self._waits = counter("ft_hsdp_exposed_wait_seconds", "Time that steps waited, by cause", ["cause"])
+        self._dropped = counter("ft_hsdp_dropped_rows", "Rows that found no place while the lighthouse was away")
+        self._failures = counter("ft_hsdp_failures", "Failures that are over", ["kind"])
+        self._detect = recovery("ft_hsdp_detection_seconds", "From a failure to its first evidence")
+        self._stall = recovery("ft_hsdp_stall_seconds", "What a failure cost the others' step")
+        self._rejoin = recovery("ft_hsdp_rejoin_seconds", "From a failure until the replica contributes again")
+        of_requests = "Requests that were answered", ["route", "code"]
+        self._requests = counter("ft_hsdp_lighthouse_requests", *of_requests)
+        text = "Time to the end of an answer; asks are long polls"
+        self._request_s = histogram("ft_hsdp_lighthouse_request_seconds", text, ["route"], buckets=REQUEST_S)
         self._of_requests: dict[tuple[str, int], tuple[Counter, Histogram | None]] = {}  # by route and status
         for cause in (*WAITS, OTHER):
             self._waits.labels(cause)
