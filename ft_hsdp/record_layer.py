@@ -201,7 +201,6 @@ class Sealed(socket.socket):
         self._out, self._in = agreement.accept(bytes(offer))
 
     def _raw(self, view: memoryview, flags: int) -> None:
-        """Fill `view` from the network."""
         while view:
             n = super().recv_into(view, 0, flags | socket.MSG_WAITALL)
             if not n:

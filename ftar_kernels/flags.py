@@ -155,7 +155,6 @@ class FlagPage:
         return min(self._words[LINE * self.done_line(program)] for program in range(self.programs))
 
     def status(self, program: int) -> Status:
-        """Return the state of `program`."""
         return Status(self._words[LINE * self.done_line(program) + STATUS])
 
     def beat(self) -> None:

@@ -65,7 +65,6 @@ def counted(row: Row) -> bool:
 
 
 def record_of(row: Row) -> CommitRecord:
-    """Return the commit that a row tells."""
     return CommitRecord(
         epoch=row["epoch"],
         attempt=row["attempt"],

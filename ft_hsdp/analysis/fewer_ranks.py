@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from ft_hsdp.analysis.costs import Assumptions, HostAway
 from ft_hsdp.analysis.plan_table import Document
-from ft_hsdp.analysis.reliability import SLOTS, room
 from ft_hsdp.core.units import UnitPolicy
-from ft_hsdp.memory.copies import MemberHosts, coverage, default_copies, missing_copies
+from ft_hsdp.memory.copies import SLOTS, MemberHosts, coverage, default_copies, missing_copies, room
 from ft_hsdp.memory.hosts import Host, known
 from ft_hsdp.memory.lanes import Tensors, without_rows
 

@@ -17,15 +17,13 @@ from ft_hsdp.analysis.plan_table import Document, size_of
 from ft_hsdp.analysis.reliability import (
     DAY_S,
     MONTH_DAYS,
-    SLOTS,
     CopyFigures,
     HostFailures,
     Reliability,
     reliability,
-    room,
 )
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.memory.copies import MemberHosts, Plan, default_copies, unmet
+from ft_hsdp.memory.copies import SLOTS, MemberHosts, Plan, default_copies, room, unmet
 from ft_hsdp.memory.hosts import Host, Level, known, locate
 
 if TYPE_CHECKING:

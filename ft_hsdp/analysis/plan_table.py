@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ft_hsdp.analysis.costs import ASSUMED, option
-from ft_hsdp.analysis.reliability import SLOTS
+from ft_hsdp.memory.blocks import runs_in_words
+from ft_hsdp.memory.copies import SLOTS
 
 _PROTECTION = {True: "protected", False: "UNPROTECTED: ", None: "not known if protected: "}
 SHOWN = 8  # hosts and shards in the table; --json has all
@@ -119,14 +120,7 @@ def _host_line(row: Document) -> list[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers in words: 0-3, 7."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in found]
+    shown = runs_in_words(numbers)
     return ", ".join(shown if len(shown) <= 6 else [*shown[:5], f"... ({len(numbers)})"])
 
 

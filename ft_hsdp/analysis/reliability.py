@@ -14,10 +14,9 @@ from math import inf
 
 from ft_hsdp.analysis.costs import Reading, effective_ratio, restart_cost, swap_cost
 from ft_hsdp.analysis.survival import expected_losses, probability, survivable
-from ft_hsdp.memory.copies import MAX_COPIES, MemberHosts, Plan, missing_copies
+from ft_hsdp.memory.copies import SLOTS, MemberHosts, Plan, missing_copies
 from ft_hsdp.memory.hosts import LEVELS, Host, Level
 
-SLOTS = 2  # of a shard in the steady state: one is written while the other is kept
 DAY_S = 86_400.0
 MONTH_DAYS = 30.0
 READINGS: tuple[Reading, Reading] = ("wall_clock", "renewal")
@@ -97,11 +96,6 @@ def reliability(
         with_copies=_kept(holders, len(replicas), failures, every if plan.copies else 1, most_lost),
         without_copies=_kept(natural, len(replicas), failures, 1, most_lost),
     )
-
-
-def room(budget_gb: float | None, shard: int) -> int:
-    """Return how many shards of ``shard`` bytes a host can keep for others (`memory.budget_gb`)."""
-    return MAX_COPIES if budget_gb is None else min(MAX_COPIES, int(budget_gb * 1e9 // (SLOTS * shard)))
 
 
 def loss_rate(groups: int, copies: int, failures: float, repair: float) -> float:

@@ -23,7 +23,6 @@ _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
 
 @cache
 def schema_of(model: type[BaseModel]) -> Schema:
-    """Return the JSON schema of `model`."""
     return model.model_json_schema()
 
 

@@ -38,7 +38,6 @@ class Decisions:
         self._away = False  # whether the replica was left behind, and has not contributed since
 
     def note(self, before: Replica, event: events.Event, after: Replica, due: tuple[effects.Effect, ...]) -> None:
-        """Write what one event has led to."""
         wrong = after.minority or after.diverged
         if wrong and wrong != (before.minority or before.diverged):
             step = after.ring_state.step

@@ -41,7 +41,6 @@ class PiecedTensor:
         return self._starts[-1]
 
     def element_size(self) -> int:
-        """Return the bytes of an element."""
         return self.pieces[0].element_size()
 
     @property

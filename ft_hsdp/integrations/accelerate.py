@@ -218,7 +218,6 @@ class FtHsdpAccelerator(Accelerator):
 
 class CommittingOptimizer(AcceleratedOptimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, updates: Updates) -> None:
-        """Wrap ``optimizer``, of which ``updates`` knows."""
         super().__init__(optimizer, device_placement=False)
         self._updates = updates
 

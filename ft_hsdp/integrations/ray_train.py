@@ -238,7 +238,6 @@ class RankUtils(LocalTrainFnUtils):
     """What the functions of ``ray.train`` do in a rank."""
 
     def __init__(self, config: Config) -> None:
-        """Begin without a report."""
         super().__init__(config.job.name)
         self._context = RankContext(config)
 

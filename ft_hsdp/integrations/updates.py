@@ -62,7 +62,6 @@ class Updates:
         return self.model
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add an optimizer of parameters of the job's model."""
         self._optimizers.append(optimizer)
 
     def add_scheduler(self, scheduler: LRScheduler) -> None:

@@ -363,6 +363,12 @@ def shrink(
     return {rank: tuple(spans) for rank, spans in found.items()}
 
 
+def runs_in_words(numbers: Iterable[int]) -> list[str]:
+    """Return numbers in words, in order, with those that follow each other as one: 0-3, 7."""
+    runs = merged((number, number + 1) for number in numbers)
+    return [f"{first}" if end - first == 1 else f"{first}-{end - 1}" for first, end in runs]
+
+
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Return the spans in order, without empty ones; those that touch or overlap are one."""
     found: list[Span] = []

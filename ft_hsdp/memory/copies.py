@@ -20,6 +20,7 @@ from ft_hsdp.memory.hosts import Host, Level
 from ft_hsdp.memory.placement import groups, holders, probing
 
 MAX_COPIES = 128  # shards of other hosts that one agent keeps, at most
+SLOTS = 2  # of a shard in the steady state: one is written while the other is kept
 
 Domain = tuple[str, ...]
 
@@ -63,6 +64,13 @@ class Refusal:
 def default_copies(hosts: Collection[Host], level: Level) -> int:
     """Return how many copies a job keeps that does not say it: 2 if there are hosts apart, else 1."""
     return min(2, len({host.domain(level) for host in hosts}))
+
+
+def room(budget_gb: float | None, shard: int) -> int:
+    """Return how many shards of ``shard`` bytes a host can keep for others (`memory.budget_gb`)."""
+    if budget_gb is None or not shard:
+        return MAX_COPIES
+    return min(MAX_COPIES, int(budget_gb * 1e9 // (SLOTS * shard)))
 
 
 def coverage(members: Sequence[MemberHosts], plan: Plan, level: Level) -> int:

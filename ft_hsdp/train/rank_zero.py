@@ -127,7 +127,6 @@ class RankZero:
         self._ordered(order)
 
     async def tell(self, telemetry: Telemetry) -> None:
-        """Send telemetry to the lighthouse."""
         await self.client.tell(telemetry)
 
     async def close(self) -> None:

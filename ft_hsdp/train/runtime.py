@@ -72,7 +72,7 @@ from ft_hsdp.train.loop.user_loop import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.rank_zero import Bus, OtherRank, RankZero, ReplicaFacts, same_data
 from ft_hsdp.train.state.copies import CopyKeeper, SpanWatch
-from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlanner, room
+from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlanner, checked_room
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter
 
@@ -140,7 +140,7 @@ class RankRuntime:
         gathered = [json.loads(each) for each in self.ranks.gather(json.dumps(mine).encode())]
         ports, weights, layouts, places, sizes_of_shards, told = zip(*gathered, strict=True)
         self._shards = [CopiedShard(*each) for each in zip(layouts, sizes_of_shards, strict=True)]
-        room(config.memory.budget_gb, self._shards)
+        checked_room(config.memory.budget_gb, self._shards)
         watched = exit_watch.shares(places, place.rank)
         self.facts = ReplicaFacts(ports[0], weights, layouts, *watched, same_data(told))
         self.ranks.wait_for(config.timeouts.load_s)

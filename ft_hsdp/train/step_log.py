@@ -124,7 +124,6 @@ class StepLog:
             self.tee(row)
 
     def logged(self, step: int, epoch: int, values: Mapping[str, float | None]) -> None:
-        """Note values that the training loop logs."""
         where = {"step": step, "epoch": epoch}
         row = {"t": time.time(), **where, "values": dict(values), "incarnation": self._incarnation}
         if self._logged is None:

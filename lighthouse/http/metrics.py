@@ -20,23 +20,8 @@ from prometheus_client.registry import Collector
 
 from lighthouse.http.access import Bearer, Keys
 from lighthouse.journal.journal import JobJournal
+from lighthouse.overview.replicas import STATES
 
-STATES = (
-    *(
-        "down",
-        "booting",
-        "warming",
-        "fetching",
-        "training",
-        "standby",
-        "behind",
-        "stalled",
-        "retrying",
-        "drained",
-        "dead",
-    ),
-    "final",
-)
 WAITS = ("quorum", "ftar", "copies", "commit", "offload")
 ROUTES = (
     *("/v1/quorum", "/v1/processes", "/v1/telemetry", "/v1/status", "/v1/overview", "/v1/events", "/v1/stream"),

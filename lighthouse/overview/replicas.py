@@ -9,6 +9,10 @@ from ft_hsdp.core.grant import ranks_of
 from ft_hsdp.event_table import EVENTS, is_over
 
 MAX_SEGMENTS = 4096  # of one lane; the oldest are dropped, their events stay in the database
+STATES = (  # of a replica, the worst one last
+    *("training", "standby", "retrying", "warming", "final", "booting"),
+    *("fetching", "behind", "stalled", "drained", "down", "dead"),
+)
 # States of a replica that has a place in a ring.
 RUN = frozenset({"training", "standby", "retrying", "behind", "fetching", "stalled"})
 
@@ -272,22 +276,6 @@ def _recovery(row: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"t": row["t"], "rung": row["rung"], "hosts": named[:MAX_HOSTS], **known}
 
 
-_WORSE = (
-    "training",
-    "standby",
-    "retrying",
-    "warming",
-    "final",
-    "booting",
-    "fetching",
-    "behind",
-    "stalled",
-    "drained",
-    "down",
-    "dead",
-)
-
-
 def _joined(segments: list[Segment], width: float) -> list[Segment]:
     """Return segments of which at most one in a row is shorter than ``width``.
 
@@ -302,7 +290,7 @@ def _joined(segments: list[Segment], width: float) -> list[Segment]:
             out[-1] = (out[-1][0], t1, out[-1][2])
             continue
         if brief and short:
-            worst = max(out[-1][2], state, key=_WORSE.index)
+            worst = max(out[-1][2], state, key=STATES.index)
             out[-1] = (out[-1][0], t1, worst)
             short = t1 is not None and t1 - out[-1][0] < width
             continue

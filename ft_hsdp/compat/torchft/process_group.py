@@ -93,7 +93,6 @@ class TorchftMember:
         return self.communicator.state not in (GroupState.READY, GroupState.RUNNING)
 
     def abort(self, reason: str) -> None:
-        """Abort the ring, if there is one."""
         if self._communicator is not None:
             self._communicator.abort(reason)
 

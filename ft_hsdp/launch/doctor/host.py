@@ -18,11 +18,11 @@ import psutil
 from ft_hsdp.analysis.costs import Assumptions
 from ft_hsdp.analysis.plan import parameters, plan
 from ft_hsdp.analysis.plan_table import size_of
-from ft_hsdp.analysis.reliability import SLOTS
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import title
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
+from ft_hsdp.memory.copies import SLOTS
 from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, known, locate
 from ft_hsdp.mounts import SOCKETS_IN, mount_of, too_long_for_sockets
 from ft_hsdp.state.shared_memory import SEALS

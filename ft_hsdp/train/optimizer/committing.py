@@ -34,7 +34,6 @@ class Optimizer:
 
     @clip.setter
     def clip(self, norm: float | None) -> None:
-        """Set the largest norm to ``norm``."""
         self._driver.clip = norm
 
     def step(self, loss: torch.Tensor | float | None = None) -> bool:

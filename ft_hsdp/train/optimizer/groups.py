@@ -127,7 +127,6 @@ class Groups:
         raise ConfigError("job.optimizer", f"{said} {found} instead of {wanted}", _SET_BY)
 
     def check_length(self, steps: int) -> None:
-        """Check that no scheduler ends before ``steps`` steps."""
         if self._schedulers is not None:
             self._schedulers.check_length(steps)
 
@@ -324,7 +323,6 @@ def _split(schedule: Schedule | None) -> tuple[Factor | None, list[LRScheduler]]
 
 
 def _check(group: Mapping[str, Any]) -> None:
-    """Check that a group can be part of the state."""
     if "lr" not in group:
         raise ConfigError("job.optimizer", sorted(set(group) - set(_OWN)), 'parameter groups with "lr"')
     clip = group.get("clip")
@@ -345,7 +343,6 @@ def _refuse_to_load(optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None
 
 
 def tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor | DTensor]:
-    """Return the tensors of one optimizer, as `Groups.tensors` does."""
     return {
         f"{names[id(param)]}.{key}": value
         for group in optimizer.param_groups

@@ -6,20 +6,19 @@ same, so they plan alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ft_hsdp.config.running import MemoryConfig
 from ft_hsdp.core.grant import Grant, paths
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.memory.blocks import merged
-from ft_hsdp.memory.copies import MemberHosts, Plan, Refusal, coverage, missing_copies, move_refused
+from ft_hsdp.memory.blocks import runs_in_words
+from ft_hsdp.memory.copies import SLOTS, MemberHosts, Plan, Refusal, coverage, missing_copies, move_refused, room
 from ft_hsdp.memory.hosts import Host
-from ft_hsdp.state.agent.messages import MAX_COPIES, ShardIndex
+from ft_hsdp.state.agent.messages import ShardIndex
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
 
-SLOTS = 2  # for each shard that a host keeps for another one: of the newest kept state, and of the next one
 DEFAULT_COPIES = 2
 
 
@@ -57,12 +56,7 @@ class CopyPlan:
         for copy in self.whole.copies:
             if copy.replica == replica:
                 ranks.setdefault(copy.holder.name, []).append(copy.rank)
-        return {host: _runs(kept) for host, kept in sorted(ranks.items())}
-
-
-def _runs(numbers: Iterable[int]) -> str:
-    runs = merged((number, number + 1) for number in numbers)
-    return ", ".join(f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in runs)
+        return {host: ", ".join(runs_in_words(kept)) for host, kept in sorted(ranks.items())}
 
 
 def hosts_of(grant: Grant) -> tuple[MemberHosts, ...]:
@@ -74,17 +68,15 @@ def hosts_of(grant: Grant) -> tuple[MemberHosts, ...]:
     return found if all(member.hosts for member in found) else ()
 
 
-def room(budget_gb: float | None, shards: Sequence[CopiedShard]) -> int:
-    """Return how many shards a host may keep for others; its agent takes `MAX_COPIES` at most."""
+def checked_room(budget_gb: float | None, shards: Sequence[CopiedShard]) -> int:
+    """Return how many shards a host may keep for others; a budget without room for one is refused."""
     largest = max(shard.nbytes for shard in shards)
-    if budget_gb is None or not largest:
-        return MAX_COPIES
-    count = int(budget_gb * 1e9 // (SLOTS * largest))
+    count = room(budget_gb, largest)
     if not count:
         least = SLOTS * largest / 1e9
         allowed = f"at least {least:.3g} ({SLOTS} copies of a shard of {largest / 1e9:.3g} GB), or null: no limit"
         raise ConfigError("memory.budget_gb", budget_gb, allowed)
-    return min(count, MAX_COPIES)
+    return count
 
 
 @dataclass(eq=False)
@@ -99,7 +91,7 @@ class CopyPlanner:
     copied: bool = True  # whether each state is copied into its own host's memory
 
     def __post_init__(self) -> None:
-        self.room = room(self.config.budget_gb, self.shards)  # shards that each host keeps for others
+        self.room = checked_room(self.config.budget_gb, self.shards)  # shards that each host keeps for others
 
     def plan(self, grant: Grant, members: tuple[MemberHosts, ...], refusals: Sequence[Refusal]) -> CopyPlan:
         """Return the plan of an epoch.

@@ -12,10 +12,11 @@ import pytest
 import yaml
 
 from ft_hsdp.protocol import RankBeat, Telemetry
-from lighthouse.http.metrics import KINDS, STATES, Meter
+from lighthouse.http.metrics import KINDS, Meter
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.overview import JobInfo
+from lighthouse.overview.replicas import STATES
 from tests.support.lighthouse.metrics_scene import FAILURE, Scene
 
 

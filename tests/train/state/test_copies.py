@@ -18,7 +18,7 @@ from ft_hsdp.jsonl import Journal
 from ft_hsdp.state.agent.messages import MAX_COPIES, CopyFailure, KeepCopy, KeptCopies
 from ft_hsdp.train.state import copies
 from ft_hsdp.train.state.copies import CopyCost, CopyKeeper
-from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlanner, room
+from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlanner, checked_room
 
 LAYOUT = "ab" * 16
 SHARDS = [CopiedShard(LAYOUT, 1000)] * 4
@@ -436,10 +436,10 @@ def test_an_explicit_number_that_hosts_that_are_left_cannot_hold_ends_nothing(
 
 
 def test_a_budget_without_room_for_one_shard_is_refused() -> None:
-    assert room(None, SHARDS) == room(1.0, SHARDS) == MAX_COPIES, "an agent takes no more"
-    assert room(6e-6, SHARDS) == 3
+    assert checked_room(None, SHARDS) == checked_room(1.0, SHARDS) == MAX_COPIES, "an agent takes no more"
+    assert checked_room(6e-6, SHARDS) == 3
     with pytest.raises(ConfigError, match=r"memory.budget_gb: got 1e-06; allowed: at least 2e-06 \(2 copies"):
-        room(1e-6, SHARDS)
+        checked_room(1e-6, SHARDS)
 
 
 def test_hosts_that_are_not_known_hold_no_copies(tmp_path: Path) -> None:
