@@ -135,8 +135,8 @@ types: $(TOOLS)
 venv: $(TOOLS)
 
 # First the soak tests (a rank killed at each failpoint, nodes lost, a real Slurm, the largest spaces of
-# the model checker, 600 random losses on machines) and 1,000 ring failures: kills, stalls, half-open connections, stale
-# callers. More than two hours.
+# the model checker, 600 random losses on machines) and 1,000 ring failures: kills, stalls, half-open connections.
+# More than two hours.
 # Then random pairs of faults, about an hour. An interrupted run of pairs continues where it stopped; this prints its
 # report at any time: `.venv/bin/python tests/scenarios/pairs.py --pairs 0`.
 PAIRS := --pairs 300 --seed 1

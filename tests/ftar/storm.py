@@ -1,4 +1,4 @@
-"""Storm: random kills, stops, cuts, stalls, flipped bits and stale calls between light members; what must hold.
+"""Storm: random kills, stops, cuts, stalls and changes of rings of light members; what must hold.
 
     python tests/ftar/storm.py --events 1000 --seed 7
 
@@ -7,10 +7,8 @@ without a new fault the next ring forms and sums; a member that has closed holds
 """
 
 import argparse
-import json
 import os
 import random
-import select
 import signal
 import statistics
 import sys
@@ -18,18 +16,19 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import asdict
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this file is a command, too
 
-from ft_hsdp.core import state_id
 from ft_hsdp.ftar.settings import Settings
-from tests.support.ftar.storm_broken import Broken, Disturbed
+from tests.support.forked import Forked
+from tests.support.ftar import storm_worker
 from tests.support.ftar.storm_events import EVENTS
-from tests.support.ftar.storm_members import Member, Message, Nursery
-from tests.support.ftar.storm_proxy import Proxies
+from tests.support.ftar.storm_proxy import Proxies, Proxy
 
 POOL = 5  # members
 ERA = 20  # events with the same settings
@@ -37,6 +36,32 @@ TRIES = 3  # of a ring on a machine that is busy with other things
 DEADLINE_S = 30.0  # after which something hangs
 ENDLESS = 1 << 30
 TOKEN = "5a" * 32
+
+
+Message = dict[str, Any]
+
+
+class Broken(AssertionError):
+    """Something that must hold does not."""
+
+
+class Member(Forked):
+    """A forked member as the driver sees it."""
+
+    def __init__(self, number: int, log: Path) -> None:
+        super().__init__(storm_worker.member, number, str(log))
+        self.number = number
+        self.log = log
+        self.said: list[Message] = []
+        self.listening = ""
+        self.address = ""
+        self.proxy: Proxy | None = None
+        self.stopped = False
+        self.alive = True
+
+    def tell(self, **command: Any) -> None:
+        with suppress(BrokenPipeError):
+            self.pipe.send(command)
 
 
 class Storm:
@@ -48,16 +73,13 @@ class Storm:
         self.members: dict[int, Member] = {}
         self.ring: list[Member] = []
         self.epoch = 0
-        self.fatal_allowed = False
-        self.fatal: set[int] = set()
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self.outcomes: Counter[str] = Counter()
         self.happened: Counter[str] = Counter()
         self.settings: list[Settings] = []
-        self.token = TOKEN
         self.folder = folder
         self.proxies = Proxies()
-        self._nursery = Nursery(folder)
+        self._forks = 0
         self._trace: list[str] = []
 
     # Members.
@@ -85,7 +107,8 @@ class Storm:
                 self.open(self.members[number])
 
     def fork(self, number: int) -> Member:
-        self.members[number] = member = self._nursery.fork(number)
+        self._forks += 1
+        self.members[number] = member = Member(number, self.folder / f"{self._forks}-member-{number}.log")
         self.open(member)
         return member
 
@@ -95,7 +118,7 @@ class Storm:
         member.tell(do="open", settings=asdict(settings), token=TOKEN)
         member.listening = self.hear(member, "opened")["opened"]
         if self.chance.random() < 0.6:
-            member.proxy = self.proxies.add(member.listening, settings.transport != "c10d")
+            member.proxy = self.proxies.add(member.listening)
         member.address = member.proxy.address if member.proxy else member.listening
 
     def unproxy(self, member: Member) -> None:
@@ -109,12 +132,8 @@ class Storm:
         return now
 
     def bury(self, member: Member) -> None:
-        if not select.select([member.pidfd], [], [], DEADLINE_S)[0]:
-            raise Broken(f"member {member.number} does not die")
-        member.alive = False
+        member.end()
         self.unproxy(member)
-        os.close(member.pidfd)
-        member.link.close()
         del self.members[member.number]
 
     def resume(self, member: Member) -> None:
@@ -132,11 +151,6 @@ class Storm:
     def close_all(self) -> None:
         for member in self.chance.sample(list(self.members.values()), len(self.members)):
             self.close_one(member)
-
-    def layout(self) -> str:
-        """What the members' HELLOs say of their settings."""
-        settings = self.settings[0]
-        return state_id.digest("job", 0, "", (settings.chunk_bytes, settings.slots, settings.connections))
 
     # Hearing.
 
@@ -171,17 +185,14 @@ class Storm:
 
     def pump(self, wait_s: float, end: float, what: str) -> None:
         """Read what members say for a moment."""
-        links = {m.link: m for m in self.members.values() if m.alive}
-        for link in select.select(list(links), [], [], wait_s)[0]:
-            member = links[link]
+        pipes = {m.pipe: m for m in self.members.values() if m.alive}
+        for pipe in connection.wait(list(pipes), wait_s):
+            member = pipes[pipe]
             try:
-                data = link.recv(1 << 16)
-            except ConnectionResetError:
-                data = b""
-            if not data:
+                message = member.pipe.recv()
+            except (EOFError, ConnectionResetError):
                 member.alive = False
                 continue
-            message = json.loads(data)
             self._note(member, message)
             member.said.append(message)
         if time.monotonic() > end:
@@ -192,9 +203,7 @@ class Storm:
         if "formed" in message and message["formed"] is not False and "took" in message:
             self.seconds["reconfigure"].append(message["took"])
         if "problem" in message:
-            if not (message.get("fatal") and self.fatal_allowed):
-                raise Broken(f"member {member.number}: {message['problem']}")
-            self.fatal.add(member.number)
+            raise Broken(f"member {member.number}: {message['problem']}")
         if "ended" in message:
             self.outcomes[f"{message['why']}"] += 1
 
@@ -217,20 +226,12 @@ class Storm:
 
     # Rings.
 
-    def tell_ring(
-        self, members: list[Member], ops: int = ENDLESS, order: dict[int, list[Member]] | None = None
-    ) -> int:
-        """A new epoch for ``members``; ``order`` tells some of them another story."""
+    def tell_ring(self, members: list[Member], ops: int = ENDLESS) -> int:
+        """A new epoch for ``members``."""
         self.epoch += 1
         self.ring = members
+        names = [(m.number, m.address) for m in members]
         for member in self.chance.sample(members, len(members)):
-            if member.proxy is not None:
-                member.proxy.members = len(members)
-        for member in self.chance.sample(members, len(members)):
-            story = (order or {}).get(member.number, members)
-            if not story:
-                continue
-            names = [(m.number, m.address) for m in story]
             member.tell(do="ring", epoch=self.epoch, members=names, ops=ops, seed=str(self.seed))
         self.trace(f"ring {self.epoch}: {[m.number for m in members]} ops {ops}")
         return self.epoch
@@ -279,21 +280,15 @@ class Storm:
             member.tell(do="ping")
         heard = self.hear_all(self.ring, ("pong",))
         if bad := {m.number: w for m in self.ring for w in m.said if w.get("ended") == self.epoch}:
-            raise Disturbed(f"a harmless event broke epoch {self.epoch}: {bad}")
+            raise Broken(f"a harmless event broke epoch {self.epoch}: {bad}")
         return {n: m["pong"] for n, m in heard.items()}
 
     def clear(self) -> None:
-        """After an event: whoever met a fatal error gets a new communicator, the dead come back, old words go."""
+        """After an event: the proxies heal, old words go."""
         for member in list(self.members.values()):
             if member.proxy is not None:
                 proxy = member.proxy
                 self.proxies.call(proxy.heal)
-        for number in self.fatal:
-            if number in self.members and self.members[number].alive:
-                self.close_one(self.members[number])
-                self.open(self.members[number])
-        self.fatal.clear()
-        self.fatal_allowed = False
         for member in list(self.members.values()):
             if not member.alive:
                 raise Broken(f"member {member.number} is gone; see {member.log}")
@@ -305,7 +300,6 @@ class Storm:
             self.kill(member)
             self.bury(member)
         self.proxies.close()
-        self._nursery.close()
 
     def run(self, events: int) -> None:
         """The storm.
@@ -344,6 +338,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="storm-"))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     storm = Storm(arguments.seed, folder)
     start = time.monotonic()
     try:

@@ -1,33 +1,27 @@
-"""A light member of the storm, and the process from which members are forked: it has torch, and one thread.
-
-`python storm_worker.py FD` answers every message {"member": 3} on the socket FD, which brings the member's own
-socket and its log, with the pidfd of a fork. The member obeys JSON commands (its methods) and says what came.
-"""
+"""A light member of the storm: it obeys commands (the methods of `Worker`), and says what came of them."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import gc
-import json
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ft_hsdp.errors import FTARError, RecoverableError
+from ft_hsdp.errors import RecoverableError
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.executor import Work
-from ft_hsdp.lifetime import die_with
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 MOST = 1 << 20  # elements of the largest message
@@ -98,10 +92,11 @@ class Task:
 
 
 class Worker:
-    """One member: commands come in on ``link``, what happens goes out."""
+    """One member: commands come in on ``pipe``, what happens goes out."""
 
-    def __init__(self, link: socket.socket, member: int) -> None:
-        self._link = link
+    def __init__(self, pipe: Connection, member: int) -> None:
+        self._pipe = pipe
+        self._telling = threading.Lock()
         self.member = member
         self.chance = random.Random(os.getpid())
         self.comm: Communicator
@@ -113,13 +108,13 @@ class Worker:
 
     def say(self, **message: Any) -> None:
         """Tell the driver; if it is gone there is nobody to tell."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._link.send(json.dumps({"t": time.monotonic(), **message}).encode())
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError), self._telling:
+            self._pipe.send({"t": time.monotonic(), **message})
 
     def serve(self) -> None:
         """Obey until the driver hangs up."""
-        while data := self._link.recv(1 << 16):
-            command = json.loads(data)
+        while True:
+            command = self._pipe.recv()
             getattr(self, command.pop("do"))(**command)
 
     # The commands.
@@ -138,14 +133,6 @@ class Worker:
         thread = threading.Thread(target=self._run, args=(epoch, members, ops, seed), name=f"ring-{epoch}")
         self._rings.append(thread)
         thread.start()
-
-    def again(self, epoch: int, members: list[tuple[int, str]]) -> None:
-        """Ask for an epoch that was claimed before: it must be refused, and harm nobody."""
-        try:
-            self.comm.reconfigure(epoch, members, 1.0)
-            self.say(again="it was formed")
-        except FTARError as error:
-            self.say(again=type(error).__name__)
 
     def ping(self) -> None:
         """Say how far the ring has come."""
@@ -186,7 +173,7 @@ class Worker:
             self.say(ended=epoch, why=type(error).__name__, text=str(error), suspect=error.suspect, formed=False)
             return
         except Exception as error:
-            self.say(problem=f"epoch {epoch}: reconfigure raised {error!r}", fatal=True)
+            self.say(problem=f"epoch {epoch}: reconfigure raised {error!r}")
             self.say(ended=epoch, why=type(error).__name__, text=str(error), suspect=None, formed=False)
             return
         self.say(formed=epoch, took=time.monotonic() - start, transports=self.comm.transports)
@@ -240,7 +227,7 @@ class Worker:
         if wrong := task.wrong():
             self.say(problem=f"epoch {epoch}: {wrong}")
         if error is not None and not isinstance(error, RecoverableError):
-            self.say(problem=f"epoch {epoch}: all-reduce {task.index} ended with {error!r}", fatal=True)
+            self.say(problem=f"epoch {epoch}: all-reduce {task.index} ended with {error!r}")
         return error
 
 
@@ -258,46 +245,14 @@ def held() -> dict[str, Counter[str]]:
     return {"descriptors": files, "segments": segments, "threads": threads, "tasks": tasks}
 
 
-def main(fd: int) -> None:
-    """Fork members until the driver hangs up."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+def member(pipe: Connection, number: int, log: str) -> None:
+    """Be a member in a fork; what it writes goes to ``log``, and so do its stacks at SIGUSR1."""
+    with open(log, "ab") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    server = socket.socket(fileno=fd)
-    threads = len(os.listdir("/proc/self/task"))
-    server.send(json.dumps({"threads": threads}).encode())
-    while True:
-        request, fds, _, _ = socket.recv_fds(server, 1 << 16, 2)
-        if not request:
-            return
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            become(server, fds, json.loads(request)["member"], parent)
-        pidfd = os.pidfd_open(pid)
-        socket.send_fds(server, [b"%d" % pid], [pidfd])
-        for number in (pidfd, *fds):
-            os.close(number)
-
-
-def become(server: socket.socket, fds: list[int], member: int, parent: int) -> NoReturn:
-    """In the fork: be a member."""
-    code = 1
-    try:
-        die_with(parent)
-        server.close()
-        link, log = fds
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
-        Worker(socket.socket(fileno=link), member).serve()
-        code = 0
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with contextlib.suppress(EOFError):  # the driver has hung up
+        Worker(pipe, number).serve()
+    sys.stderr.flush()
+    os._exit(0)
