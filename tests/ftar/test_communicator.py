@@ -73,17 +73,6 @@ def test_sums_in_and_out_of_place(transport: str) -> None:
         assert all(c.high_water() > 0 for c in comms)
 
 
-def test_who_does_not_contribute_is_not_read() -> None:
-    with ring(2) as comms:
-        form(comms, 1)
-        nothing = torch.full((7,), float("nan"))
-        works = [comms[0].all_reduce(torch.ones(7)), comms[1].all_reduce(nothing, contribute=False)]
-        assert [w.wait(20).tolist() for w in works] == [[1.0] * 7] * 2
-        assert [e.weight for e in works[0].result().entries] == [1, 0]
-        works = [c.all_reduce(nothing, contribute=False) for c in comms]
-        assert [w.wait(20).tolist() for w in works] == [[0.0] * 7] * 2
-
-
 def test_a_ring_of_one() -> None:
     with ring(1) as (comm,):
         assert (comm.state, comm.epoch) == (GroupState.NEW, 0)

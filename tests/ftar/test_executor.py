@@ -122,16 +122,6 @@ def test_a_work_does_not_wait_for_its_ring_for_ever() -> None:
     scene.executor.close()
 
 
-def test_an_error_of_ours_is_reported(scene: Scene) -> None:
-    ring = scene.ring(1)
-    ring.fails = MemoryError("none left")  # type: ignore[assignment]
-    work = scene.queue(1)
-    assert isinstance(work.exception(20), MemoryError)
-    assert scene.crashed == [ring.fails]
-    ring.fails = None
-    scene.queue(1).result(20)
-
-
 @pytest.mark.parametrize(
     ("name", "status"),
     [

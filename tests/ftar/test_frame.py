@@ -96,14 +96,6 @@ def test_an_operation_or_round_that_there_is_not(number: int, round_: int) -> No
         MINE.check(larger.header(replace(LEFT.operations[0], number=number), round_, False))
 
 
-def test_nobody_tells_us_a_size() -> None:
-    head = bytearray(LEFT.header(LEFT.operations[0], 0, False))
-    for nbytes in (0, 15, 17, 2**32 - 1):
-        head[-20:-16] = nbytes.to_bytes(4, "big")
-        with pytest.raises(ProtocolViolation, match="the plan says 16"):
-            MINE.check(bytes(head))
-
-
 @pytest.mark.parametrize("bit", range(frame.HEADER.size * 8))
 def test_no_flipped_bit_goes_unseen(bit: int) -> None:
     """Not even one that makes it the frame of another chunk: that one is not the next."""

@@ -1,5 +1,4 @@
 import asyncio
-import gc
 import os
 import socket
 import threading
@@ -332,34 +331,6 @@ async def test_nonsense_on_a_control_connection_breaks_the_ring() -> None:
         right.send_heartbeat(protocol.LENGTH.pack(4) + b"nope")
         await async_until(lambda: all(p.broken for p in ring.peers), "the ring breaks")
         assert (ring.peers[1].broken[0].suspect, "protocol" in ring.peers[1].broken[0].cause) == (0, True)
-
-
-@pytest.mark.parametrize("transport", ["tcp", "auto"])
-async def test_nothing_leaks_over_many_rings(transport: Transport) -> None:
-    def count() -> tuple[int, int]:
-        ours = [t for t in threading.enumerate() if not t.name.startswith("asyncio_")]
-        return len(os.listdir("/proc/self/fd")), len(ours)
-
-    gc.collect()
-    at_first = count()
-    async with Ring(0, 1, 2, transport=transport) as ring:
-        for epoch in (1, 2, 3):
-            await ring.form(epoch)
-            await ring.check(epoch)
-        before = count()
-        for epoch in range(4, 30):
-            await ring.form(epoch)
-            await ring.check(epoch, n=7)
-            if epoch % 3 == 0:
-                ring.peers[epoch % 2].group.stop(epoch, "for a test")
-            if epoch % 5 == 0:  # a grant that only one of them ever sees
-                ring.peers[0].group.configure(grant(epoch, ring.addresses))
-        await ring.form(100)
-        await ring.check(100)
-        gc.collect()
-        await async_until(lambda: count() <= before, f"{count()} files and threads, before {before}")
-    gc.collect()
-    await async_until(lambda: count() <= at_first, f"{count()} files and threads, at first {at_first}")
 
 
 async def test_an_error_of_ours_does_not_end_the_thread() -> None:

@@ -19,7 +19,6 @@ from ft_hsdp.errors import PeerDead, PeerTimeout, RemoteAbort
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.connections import Peer
 from ft_hsdp.ftar.heartbeat import HostLoadReader, HostSentinel, is_stopped
-from ft_hsdp.ftar.lane import GroupState
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.protocol import RingBeat
 from tests.support.ftar.member_process import TOKEN, MemberProcess
@@ -242,27 +241,6 @@ def test_a_beat_that_is_cut_in_two_ends_the_connection() -> None:
     sock.family = socket.AF_UNIX
     Peer(sock, lambda *_: None).send_heartbeat(b"0123456789")
     sock.shutdown.assert_called_once_with(socket.SHUT_RDWR)
-
-
-@pytest.mark.multiproc
-def test_a_short_stop_is_no_death() -> None:
-    """SIGSTOP for less than the accepted pause, again and again: nobody is suspected, by nobody."""
-    victim = MemberProcess(12, transport="tcp", timeout_s=MINUTE_S)
-    with ExitStack() as stack:
-        stack.callback(victim.end)
-        comm = Communicator(10, token=TOKEN, settings=Settings(transport="tcp", timeout_s=MINUTE_S))
-        stack.callback(comm.close)
-        members = [(10, comm.address), (12, victim.address)]
-        victim.pipe.send((1, members, 9))
-        comm.reconfigure(1, members)
-        assert comm.all_reduce(torch.ones(9)).wait(20)[0].item() == 14.0
-        for _ in range(4):
-            os.kill(victim.pid, signal.SIGSTOP)
-            time.sleep(0.3)  # the length of the stop is what is tested
-            os.kill(victim.pid, signal.SIGCONT)
-            time.sleep(0.2)
-        assert comm.state is GroupState.READY
-        assert comm.transports == ("tcp", "tcp")
 
 
 async def test_an_overloaded_neighbour_has_the_time_that_it_asked_for() -> None:

@@ -13,20 +13,8 @@ from ft_hsdp.ftar.transport.kind import Edge
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.ftar.transport.tcp import Tcp
 from tests.support.ftar.lane_rig import WideRank, WideRing, flat, values
-from tests.support.ftar.ring_helpers import Transport, cut, error, lane_of
+from tests.support.ftar.ring_helpers import cut, error, lane_of
 from tests.support.waiting import async_until
-
-
-@pytest.mark.parametrize(
-    ("widths", "transport"),
-    [((4, 3), "tcp"), ((4, 3, 2), "auto"), ((8, 7), "auto"), ((3, 4, 4, 3), "auto")],
-)
-async def test_replicas_of_unequal_width_get_the_same_bits(widths: tuple[int, ...], transport: Transport) -> None:
-    async with WideRing(widths, transport) as ring:
-        given = await ring.form(1)
-        for step in range(1, 4):
-            await ring.check(given, step)
-        assert all(r.connected == [1] and not r.broken for r in ring.ranks)
 
 
 @pytest.mark.parametrize("widths", [(4, 3, 2), (8, 7)])

@@ -25,25 +25,6 @@ def ends(peer: Replica) -> tuple[Any, Any]:
     return left.receiver, right.sender
 
 
-async def test_nobody_begins_before_all_are_connected() -> None:
-    async with Ring(*range(5)) as ring:
-        given = grant(1, ring.addresses)
-        late = ring.peers[3]
-        for peer in ring.peers:
-            if peer is not late:
-                peer.group.configure(given)
-        await async_until(lambda: late.shown, "it is called")
-        first = ring.peers[0].rendezvous
-        await async_until(
-            lambda: first.right and first.right.sender and first.left and first.left.receiver, "two edges"
-        )
-        await asyncio.sleep(0.05)
-        assert [p.group.state for p in ring.peers if p is not late] == [GroupState.CONFIGURING] * 4
-        late.group.configure(given)
-        await async_until(lambda: all(p.connected == [1] for p in ring.peers), "the ring")
-        await ring.check(1)
-
-
 @pytest.mark.parametrize("held", [0, 2])
 async def test_nobody_begins_before_the_token_has_been_everywhere(held: int) -> None:
     """All edges stand; one member does not pass the token on."""

@@ -71,18 +71,6 @@ def test_what_is_not_in_a_segment_is_refused(number: int, offset: int, nbytes: i
         mapped.view(number, offset, nbytes, torch.float32)
 
 
-@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW])
-def test_a_segment_that_may_shrink_is_refused(seals: int) -> None:
-    """Whoever maps it would get SIGBUS when it does."""
-    fd = os.memfd_create("ftar-test", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, 4096)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    with pytest.raises(ValueError, match="not sealed"):
-        MappedSegments().add(1, fd)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-
-
 def test_a_segment_goes_with_its_last_tensor() -> None:
     before, arena = segments(), Arena()
     small = arena.empty(4)

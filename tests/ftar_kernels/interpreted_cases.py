@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from benchmarks.kernels import checks, limits
-from benchmarks.kernels.ring import FREED, HEADS, SENT, Broken, KernelRingMember, RingMemoryLayout
 from ft_hsdp.core.ring import OperationKind
 from ftar_kernels import reduce_copy
 from ftar_kernels.flags import Command, FlagPage, Status, host_buffer
@@ -58,14 +57,6 @@ def test_a_copy_keeps_every_bit():
     dst = checks.empty(5, torch.float32, CPU)
     reduce_copy.copy(src, dst)
     assert torch.equal(dst.view(torch.int32), bits)
-
-
-@pytest.mark.parametrize("members", [1, 2, 3, 4])
-@pytest.mark.parametrize("elements", [0, 1, 2, 1500])
-def test_rings_of_threads_equal_the_reference(members, elements):
-    relay = 1 if members > 2 else None
-    result = checks.ring(CPU, "streamops", members, elements, 512, 2, torch.float32, 2, relay)
-    assert result["ok"], result
 
 
 def test_commands_finish_in_their_order_and_buffers_are_used_again(make):
@@ -257,38 +248,3 @@ def test_words_of_different_writers_share_no_cache_line():
     assert len(addresses) == 5
     assert page.address(0) % 128 == 0
     assert page.commands.data_ptr() == page.address(4) + 128
-
-
-def test_a_silent_neighbour_breaks_the_ring():
-    layout = RingMemoryLayout(2, 512, 2)
-    memory = host_buffer(layout.nbytes, CPU)
-    member = KernelRingMember(memory, layout, 0, CPU, 4096, "persistent", programs=1, timeout_s=0.2)
-    tensor = checks.fresh(1000, torch.float32, CPU)
-    begin = time.monotonic()
-    with pytest.raises(Broken, match="nothing has moved"):
-        member.all_reduce(tensor, tensor)
-    assert time.monotonic() - begin >= 0.2
-    member.close()
-
-
-def test_a_quick_neighbour_may_have_begun_the_next_one():
-    layout = RingMemoryLayout(2, 64, 4)
-    memory = host_buffer(layout.nbytes, CPU)
-    member = KernelRingMember(memory, layout, 0, CPU, 64, "streamops", programs=1)
-    words = layout.words(memory, 0)
-    words[8 * HEADS : 8 * HEADS + 9] = [
-        1,
-        0,
-        0,
-        2,
-        0,
-        0,
-        1,
-        0,
-        0,
-    ]  # both chunks of this one, the first of the next
-    words[8 * SENT] = 3
-    tensor, out = checks.fresh(16, torch.float32, CPU), checks.empty(16, torch.float32, CPU)
-    member.all_reduce(tensor, out)
-    assert words[8 * FREED] == 2
-    member.close()

@@ -422,15 +422,6 @@ def test_reduced_shards_are_used_again_only_when_given_back() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
 
 
-def test_what_is_in_doubt_stays_until_the_next_attempt() -> None:
-    s = Scene(at_once=True)
-    s.begin()
-    s.open()
-    s.ready(0, 1, 2)
-    s.reducer.cancel()
-    assert [t.numel() for t in s.reducer.take()] == list(SIZES)
-
-
 def test_a_bucket_of_another_size_is_a_programmers_error(s: Scene) -> None:
     s.open()
     with pytest.raises(ValueError, match="bucket 1 has 4 elements, planned 5"):

@@ -1,24 +1,22 @@
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution, LaneVote, Vote, VoteTally
+from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution, Vote, VoteTally
 from ft_hsdp.core.effects import Reduce
 from ft_hsdp.core.ring import OperationKind
 from ft_hsdp.core.state_id import digest
 from ft_hsdp.errors import Retryable
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.dataplane.cpu import CpuJob
-from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.pieces import pieced
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.train import lanes
-from ft_hsdp.train.gradients import Feeding, Reducer, checksum, contributions
+from ft_hsdp.train.gradients import Feeding, Reducer
 from ft_hsdp.train.lanes import LanePlan
 from ft_hsdp.train.optimizer.groups import finish
 from ft_hsdp.train.replay.lanes import SharedLanes
@@ -342,89 +340,6 @@ async def test_equal_widths_use_the_same_memory_again_after_an_attempt_broke() -
         trainer.reducer.cancel()
         trainer.begin(AttemptId(2, 1, 0))
         assert memory(group.asked_for()) == memory(broken)
-
-
-async def test_a_poisoned_rank_poisons_its_replica_in_the_record_of_all() -> None:
-    async with WideRing((4, 3), "auto") as ring:
-        trainers = [[Trainer(rank) for rank in ranks] for ranks in ring.replicas]
-        given = ring.grant(1)
-        for trainer in (*trainers[0], *trainers[1]):
-            trainer.reducer.configure(given)
-        await ring.form(1)
-        bad = trainers[1][2]
-        ready = bad.reducer.ready
-
-        def spoil(bucket: int, gradient: torch.Tensor, mine: tuple[Contribution, ...]) -> None:
-            ready(bucket, gradient.fill_(float("nan")) if bucket == 0 else gradient, mine)
-
-        bad.reducer.ready = spoil  # type: ignore[method-assign]
-        for trainer in (*trainers[0], *trainers[1]):
-            trainer.train(AttemptId(1, 1, 0))
-        await async_until(lambda: all(t.votes for replica in trainers for t in replica), "all ranks vote", 30.0)
-        made = [record(replica, given) for replica in trainers]
-        assert [m.poisoned for m in made] == [(1,), (1,)]
-
-
-async def test_equal_widths_are_one_lane_with_the_bits_and_the_bytes_of_whole_buckets() -> None:
-    """Rank by rank, the sums, the vote on them, and what is sent are those of plain all-reduces."""
-    fence = AttemptId(1, 1, 0)
-    async with WideRing((3, 3)) as ring:
-        every = [Trainer(rank) for ranks in ring.replicas for rank in ranks]
-        given = ring.grant(1)
-        for trainer in every:
-            trainer.reducer.configure(given)
-        await ring.form(1)
-        for trainer in every:
-            trainer.train(fence)
-        await async_until(lambda: all(t.votes for t in every), "all ranks vote", 30.0)
-        assert all(len(t.rank.group.transports) == 2 for t in every), "one ring, with two edges"
-        voted = [lane for t in every for lane in t.votes[0].sums]
-        sums = [t.reducer.take() for t in every]
-        sent = [t.reducer.traffic.bytes_sent for t in every]
-    assert [lane.owners for lane in voted] == [()] * 6
-
-    async with WideRing((3, 3), lanes=False) as ring:
-        every = [Trainer(rank) for ranks in ring.replicas for rank in ranks]
-        await ring.form(1)
-        outs = [[torch.empty_like(bucket) for bucket in t.trained()] for t in every]
-        works = [
-            [
-                t.rank.group.all_reduce(Key(1, 1, 0, b, PREV), bucket, out, Entry(t.rank.replica, units(t.rank)))
-                for b, (bucket, out) in enumerate(zip(t.trained(), into, strict=True))
-            ]
-            for t, into in zip(every, outs, strict=True)
-        ]
-        await async_until(
-            lambda: all(work.done() for of_rank in works for work in of_rank), "all buckets are summed", 30.0
-        )
-    assert [sum(work.result().bytes_sent for work in of_rank) for of_rank in works] == sent
-    for lane, mine, out, trainer in zip(voted, sums, outs, every, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, out, strict=True)), "the same bits"
-        squares = [float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in out[:-1]]
-        said = contributions([work.result() for work in works[every.index(trainer)]])
-        expected = LaneVote(trainer.rank.rank, (), digest([checksum(t) for t in out]), sum(squares), said)
-        assert replace(lane, state_digest="") == expected
-
-
-@pytest.mark.parametrize("large", [1, 6, 10, lanes.LARGE], indirect=True)
-def test_the_parts_of_a_rank_are_its_rows(large: int) -> None:
-    """Gathered and scattered, a gradient is what it was, without its padding."""
-    for width, other in ((4, 3), (3, 4), (8, 7), (7, 8)):
-        for rank in range(width):
-            wide, narrow = max(width, other), min(width, other)
-            plan = lanes_of(SHAPES, width, rank).plan((wide, narrow))
-            for index, bucket in enumerate(values(1)):
-                gradient = flat(bucket, width, rank)
-                out = torch.zeros_like(gradient)
-                for lane in plan.lanes:
-                    part = lane.parts[index]
-                    if not part.size:
-                        continue
-                    target = part.target(out, lambda _, numel: torch.empty(numel))
-                    for piece, given in zip(target.pieces, part.gather(gradient, target).pieces, strict=True):
-                        piece.copy_(given)
-                    part.scatter(target, out)
-                torch.testing.assert_close(out, gradient * (width / max(width, other)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,6 @@ class WideRank:
         transport: Transport = "tcp",
         timeout_s: float = 20.0,
         connect_s: float = 20.0,
-        lanes: bool = True,
     ) -> None:
         self.replica, self.rank, self.width = replica, rank, width
         self.connected: list[int] = []
@@ -73,7 +72,7 @@ class WideRank:
         usual = LaneRing(rank, f"{width} ranks")
         self.lanes = lanes_of(shapes, width, rank, usual, (COUNTS,))
         identity = MemberIdentity(replica, usual.number, usual.layout, TOKEN)
-        self.group = Group(identity, self.settings, events, lanes=self.lanes.of if lanes else None)
+        self.group = Group(identity, self.settings, events, lanes=self.lanes.of)
         self.address = self.group.listen("127.0.0.1")
 
     def reduce(
@@ -98,7 +97,7 @@ class WideRank:
 
 
 class WideRing:
-    """Replicas of given widths; a context that leaves nothing open. Without `lanes` they are equally wide."""
+    """Replicas of given widths; a context that leaves nothing open."""
 
     def __init__(
         self,
@@ -106,11 +105,10 @@ class WideRing:
         transport: Transport = "tcp",
         timeout_s: float = 20.0,
         connect_s: float = 20.0,
-        lanes: bool = True,
     ) -> None:
         self._widths = widths
         self._transport: Transport = transport
-        self._more = timeout_s, connect_s, lanes
+        self._more = timeout_s, connect_s
 
     async def __aenter__(self) -> WideRing:
         self.replicas = [self.replica(r, width) for r, width in enumerate(self._widths)]

@@ -4,7 +4,6 @@ Reads lines of JSON, {"ranks": W, "do": NAME, ...}, and answers each with what t
 JSON of what the function returned, or {"exit": how it ended}.
 """
 
-import contextlib
 import ctypes
 import json
 import os
@@ -16,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -316,65 +315,18 @@ def load_what_vanishes(side: Side, folder: str) -> Any:
     return load(side, folder)
 
 
-def measure(side: Side, folder: str) -> Any:
-    """Seconds: write() until it returns, until it is published (three times); then resume."""
-    checkpointer = side.checkpointer(folder)
-    blocked, published = [], []
-    for step in (1, 2, 3):
-        buffer = side.packed()
-        began = time.perf_counter()
-        future = checkpointer.write(buffer, header(step))
-        blocked.append(time.perf_counter() - began)
-        future.result(WAIT_S)
-        published.append(time.perf_counter() - began)
-    checkpointer.close()
-    began = time.perf_counter()
-    loaded = load_only(side, folder)
-    return {"bytes": side.layout.nbytes, "blocked_s": blocked, "published_s": published, **loaded}
-
-
-def load_only(side: Side, folder: str) -> dict[str, Any]:
-    resumed = resume(Path(folder), "hash", side.params, side.optim, side.ranks, KEY, frozen=side.frozen)
-    assert resumed is not None
-    return {"resume_s": resumed.seconds}
-
-
-DO: dict[str, Callable[..., Any]] = {
-    each.__name__: each
-    for each in (
-        save,
-        load,
-        save_on_two_dimensions,
-        save_beside_training,
-        overtaken,
-        with_disk_full,
-        with_folder_gone,
-        with_different_states,
-        with_no_memory_on_one,
-        with_a_rank_gone,
-        die_in_a_file,
-        die_at_call,
-        close_at_once,
-        zombie,
-        swept_while_writing,
-        save_on,
-        load_what_vanishes,
-        measure,
-    )
-}
-
-
 def rank_main(rank: int, order: dict[str, Any], place: Path) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)
     dist.init_process_group("gloo", init_method=f"file://{place / 'store'}", rank=rank, world_size=order["ranks"])
     side = Side(order["ranks"], order.get("seed", 0), order.get("width", 8), order.get("still", 0))
-    (place / str(rank)).write_text(json.dumps(DO[order["do"]](side, **order["with"])))
+    (place / str(rank)).write_text(json.dumps(globals()[order["do"]](side, **order["with"])))
 
 
 def answer(order: dict[str, Any]) -> list[Any]:
     """Fork the ranks and wait for all of them."""
-    with temporary() as place:
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
         pids = []
         for rank in range(order["ranks"]):
             pid = os.fork()
@@ -391,12 +343,6 @@ def answer(order: dict[str, Any]) -> list[Any]:
             json.loads((place / str(r)).read_text()) if end == 0 else {"exit": os.waitstatus_to_exitcode(end)}
             for r, end in enumerate(ends)
         ]
-
-
-@contextlib.contextmanager
-def temporary() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
 
 
 if __name__ == "__main__":

@@ -186,16 +186,6 @@ def test_a_worker_that_hangs_is_an_error_after_the_timeout(tmp_path: Path) -> No
             child.kill()
 
 
-def refuse(worker: int) -> None:
-    raise PermissionError(f"worker {worker} may not")
-
-
-def test_an_error_in_the_users_start_of_a_worker_is_raised(tmp_path: Path) -> None:
-    refused = pytest.raises(PermissionError, match="may not")
-    with reading(Diary(tmp_path), worker_init_fn=refuse) as reader, refused:
-        reader.batch(at(0), after(1))
-
-
 def test_a_closed_reader_reads_no_more(tmp_path: Path) -> None:
     with reading(Diary(tmp_path), 0) as reader:
         reader.close()
