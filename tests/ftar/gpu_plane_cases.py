@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
@@ -41,8 +41,9 @@ from ft_hsdp.ftar.transport import receiver
 from ft_hsdp.ftar.transport.arena import Arena
 from ftar_kernels import plane as kernels
 from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, grant
-from tests.support.ftar.ring_rig import DEADLINE_S, DyingPlane, edges
+from tests.support.ftar.ring_rig import DEADLINE_S, DyingPlane, Engines, Shape
 from tests.support.ftar.ring_values import KEY, entry, folded, same, values
+from tests.support.ftar.transport_kinds import Flavour
 from tests.support.waiting import async_until
 
 CPU = torch.device("cpu")
@@ -67,38 +68,18 @@ def plan(elements: int, itemsize: int, members: int) -> RingPlan:
     return RingPlan(elements, members, CHUNK // itemsize, SLOTS)
 
 
-class Scene:
+class Scene(Engines):
     """A ring of engines, a plane of its own each; tensors are in memory that both CPU and device reach."""
 
     def __init__(self, planes: Sequence[Make], transport: str = "tcp") -> None:
-        self.names = [5 + i for i in range(len(planes))]
-        self.arenas = [Arena() for _ in planes]
-        self.planes = [make(arena) for make, arena in zip(planes, self.arenas, strict=True)]
-        self._pools = [ThreadPoolExecutor(1) for _ in planes]
-        settings = Settings(transport, CHUNK, SLOTS, timeout_s=5.0)  # type: ignore[arg-type]
-        ends: list[tuple[Any, Any]] = [(None, None)]
-        if len(planes) > 1:
-            ends = asyncio.run(edges(transport, self.names, settings, self.arenas))
-        receivers = [receiver for _, receiver in ends[-1:] + ends[:-1]]
-        self.rings = [
-            Ring(
-                1,
-                self.names,
-                i,
-                receivers[i],
-                ends[i][0],
-                self.planes[i],
-                settings,
-            )
-            for i in range(len(planes))
-        ]
+        names = [5 + i for i in range(len(planes))]
+        super().__init__(Flavour(transport, transport), names, Shape(CHUNK, SLOTS, 5.0), planes)
 
-    def submit(self, locals_: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Future[AllReduceResult]]:
-        works = []
-        for i, (local, out) in enumerate(zip(locals_, outs, strict=True)):
-            order = AllReduceOrder(KEY, local, out, entry(self.names[i], int(local is not None)))
-            works.append(self._pools[i].submit(self.rings[i].all_reduce, order))
-        return works
+    def sum(self, locals_: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Future[AllReduceResult]]:
+        return [
+            self.submit(i, AllReduceOrder(KEY, local, out, entry(self.names[i], int(local is not None))))
+            for i, (local, out) in enumerate(zip(locals_, outs, strict=True))
+        ]
 
     def check(self, n: int, dtype: torch.dtype = torch.float32, relays: Sequence[int] = (), seed: int = 0) -> None:
         """Everybody gets the sum that the CPU plane would make, and its input is as it was."""
@@ -106,7 +87,7 @@ class Scene:
         given = [None if i in relays else x for i, x in enumerate(values(members, n, dtype, seed))]
         locals_ = [None if x is None else Arena().empty(n, dtype).copy_(x) for x in given]
         outs = [Arena().empty(n, dtype).fill_(77) for _ in given]
-        works = self.submit(locals_, outs)
+        works = self.sum(locals_, outs)
         expected = folded(plan(n, dtype.itemsize, members), self.names, given, dtype)
         for work, out, local, x in zip(works, outs, locals_, given, strict=True):
             assert [e.replica for e in work.result(DEADLINE_S).entries] == self.names
@@ -115,12 +96,7 @@ class Scene:
 
     def close(self, keep: bool = False) -> None:
         """End the ring; ``keep`` the planes open for another one."""
-        for ring in self.rings:
-            ring.fail(PeerDead("the test is over"))
-        for pool in self._pools:
-            pool.shutdown()
-        for ring in self.rings:
-            ring.dispose()
+        super().close()
         for plane in () if keep else self.planes:
             if isinstance(plane, GpuPlane):
                 plane.close()
@@ -160,7 +136,7 @@ def test_a_neighbour_that_dies_in_the_middle_leaves_nothing_running_on_the_devic
         assert isinstance(dying, DyingPlane)
         dying.ring, dying.left = ring.rings[1], 5
         locals_ = [Arena().empty(N).copy_(x) for x in values(2, N)]
-        works = ring.submit(locals_, [Arena().empty(N) for _ in locals_])
+        works = ring.sum(locals_, [Arena().empty(N) for _ in locals_])
         errors = [w.exception(DEADLINE_S) for w in works]
         assert all(isinstance(e, PeerDead) for e in errors), errors
         local, out = locals_[0], Arena().empty(N)
@@ -312,7 +288,7 @@ def test_orders_of_waits_and_silences() -> None:
 def test_what_the_kernels_cannot_take_is_refused() -> None:
     with scene(chain) as ring:
         odd = Arena().empty(9)[1:]
-        (work,) = ring.submit([odd], [Arena().empty(8)])
+        (work,) = ring.sum([odd], [Arena().empty(8)])
         assert isinstance(work.exception(DEADLINE_S), InvalidArgument)
 
 

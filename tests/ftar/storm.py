@@ -185,9 +185,11 @@ class Storm:
 
     def pump(self, wait_s: float, end: float, what: str) -> None:
         """Read what members say for a moment."""
-        pipes = {m.pipe: m for m in self.members.values() if m.alive}
-        for pipe in connection.wait(list(pipes), wait_s):
-            member = pipes[pipe]
+        living = [m for m in self.members.values() if m.alive]
+        heard = connection.wait([m.pipe for m in living], wait_s)
+        for member in living:
+            if member.pipe not in heard:
+                continue
             try:
                 message = member.pipe.recv()
             except (EOFError, ConnectionResetError):

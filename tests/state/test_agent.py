@@ -83,24 +83,6 @@ def test_trainers_are_killed_while_they_write_and_what_was_complete_lives(agent:
         one.close()
 
 
-def test_a_state_is_pinned_before_it_is_staged(agent: Running):
-    rank = connect(0, 2)
-    rank.pin(state(2), 600.0)
-    for step in range(1, 8):
-        write(rank, step, 2)
-    assert agent.serves(2, 2)
-    rank.close()  # a pin is for others: it outlives the connection
-    rank = connect(0, 2)
-    for step in (8, 9, 10):
-        write(rank, step, 2)
-    assert agent.serves(2, 2)
-    rank.unpin()
-    for step in (11, 12, 13):
-        write(rank, step, 2)
-    assert not agent.serves(2, 2)
-    rank.close()
-
-
 def test_a_newer_connection_supersedes_and_never_gets_what_the_older_is_writing(agent: Running):
     older = connect(0, 4)
     write(older, 1, 4)
@@ -393,17 +375,6 @@ def test_the_name_tells_nothing_and_differs_by_token_replica_and_host():
     }
     assert len(names) == 12
     assert not any(TOKEN[:8] in name for name in names)
-
-
-def test_who_hangs_up_leaves_its_slots_for_the_next(holdings: SnapshotStore):
-    rank = connect(REPLICA)
-    assert rank.stage(state(1)) is not None
-    before = holdings.slots((0, 0, 2))
-    rank.close()
-    rank = connect(REPLICA)
-    assert rank.stage(state(2)) is not None
-    assert holdings.slots((0, 0, 2)) == before
-    rank.close()
 
 
 @pytest.mark.usefixtures("holdings")

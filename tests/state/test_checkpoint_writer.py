@@ -304,12 +304,6 @@ def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(replica, tmp_path
     assert seen == {1, 2}
 
 
-def test_a_living_writer_is_not_rubbish(replica, tmp_path) -> None:
-    answers = replica(1, "swept_while_writing", tmp_path)
-    assert kinds(answers) == ["Published"]
-    assert answers[0]["swept"] == [".writing-step-1-epoch-1-9-z-0"]
-
-
 def test_the_end_waits_for_what_was_asked_for(replica, tmp_path) -> None:
     answers = replica(2, "close_at_once", tmp_path)
     assert kinds(answers) == ["Published", "CheckpointNotPublished", "CheckpointNotPublished"]
@@ -317,15 +311,3 @@ def test_the_end_waits_for_what_was_asked_for(replica, tmp_path) -> None:
     assert late.endswith("(1, 1)")
     assert ending == "the job is ending"
     assert names(tmp_path) == ["step-1-epoch-1-0-a-0"]
-
-
-def test_a_late_writer_replaces_and_removes_nothing_newer(replica, tmp_path) -> None:
-    answers = replica(2, "zombie", tmp_path)
-    assert kinds(answers) == ["Published"] * 3
-    assert answers[0]["loaded"]["state"][:2] == [2, 4]
-    assert [each["removed"] for each in answers[0]["outcomes"]] == [
-        [],
-        [],
-        ["step-4-epoch-2-1-b-0", "step-5-epoch-1-0-a-0"],
-    ]
-    assert names(tmp_path) == ["step-5-epoch-2-1-b-0"]

@@ -3,19 +3,18 @@ import socket
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from ft_hsdp.errors import DataCorruption, ProtocolViolation
+from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.transfer import donor_connection, shard_manifest
-from ft_hsdp.state.transfer.donor_connection import HELD, ask_held
+from ft_hsdp.state.transfer.donor_connection import ask_held
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import MAX_HELD, Held, HeldShard
-from tests.support.known import KnownConnection, admit
-from tests.support.state.agent_helpers import NBYTES, TOKEN, agent, connect, state, write
+from tests.support.known import admit
+from tests.support.state.agent_helpers import TOKEN, state
 from tests.support.state.state_helpers import no_thread
 
 ROW = HeldShard(state(7), 2, 1, 4, "a" * 32, 300, True, "r2h1")
@@ -155,23 +154,3 @@ def test_a_server_that_answers_something_else_is_left_out() -> None:
         thread.start()
         assert ask_held([f"127.0.0.1:{listener.getsockname()[1]}"], TOKEN, 5.0) == {}
         thread.join()
-
-
-def test_an_agent_lists_what_its_ranks_have_left(tmp_path: Path) -> None:
-    with agent(3) as running:
-        for rank in (0, 1):
-            client = connect(3, rank)
-            for step in (1, 2):
-                write(client, step, rank)
-            client.close()
-        (held,) = ask_held([running.address], TOKEN, 5.0).values()
-        assert {(row.replica, row.rank, row.ranks, row.state) for row in held} == {
-            (3, rank, 2, state(step)) for rank in (0, 1) for step in (1, 2)
-        }
-        assert {(row.nbytes, row.host) for row in held} == {(NBYTES, socket.gethostname())}
-        stranger = KnownConnection(running.address, "no token", 2.0)
-        try:
-            with pytest.raises((ProtocolViolation, OSError)):
-                stranger.request("GET", HELD)
-        finally:
-            stranger.close()

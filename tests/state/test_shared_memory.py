@@ -1,27 +1,12 @@
 import fcntl
-import gc
-import mmap
 import os
 import signal
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from ft_hsdp.state import shared_memory
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 4096, 1_000_003])
-def test_what_one_maps_writes_the_other_reads(nbytes):
-    fd = shared_memory.create(nbytes)
-    writer = shared_memory.attach(fd, nbytes, writable=True)
-    reader = shared_memory.attach(fd, nbytes, writable=False)
-    os.close(fd)
-    assert writer.shape == reader.shape == (nbytes,)
-    writer[:] = np.arange(nbytes, dtype=np.uint64).astype(np.uint8)
-    assert np.array_equal(reader, np.arange(nbytes, dtype=np.uint64).astype(np.uint8))
-    assert not reader.flags.writeable
 
 
 def test_all_pages_are_there_from_the_start():
@@ -38,16 +23,6 @@ def test_nobody_can_shrink_it_under_a_reader():
     with pytest.raises(PermissionError):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     os.close(fd)
-
-
-def test_an_array_outlives_the_descriptor_and_every_other_reference():
-    fd = shared_memory.create(8192)
-    array = shared_memory.attach(fd, 8192, writable=True)[4096:]
-    os.close(fd)
-    gc.collect()
-    array[:] = 7
-    assert int(array.sum()) == 7 * 4096
-    assert isinstance(array.base, np.ndarray | mmap.mmap)
 
 
 def test_only_sealed_and_large_enough_ones_are_mapped():

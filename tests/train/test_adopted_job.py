@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ft_hsdp.errors import EXIT_CONFIG
 from tests.compatibility.cases import CASES
@@ -16,25 +15,6 @@ from tests.support.scenarios.scenario_job import ROOT, Job, check
 pytestmark = pytest.mark.multiproc
 
 TWO: dict[str, Any] = {"replicas": 2, "ranks_per_replica": 2}
-OTHER = """
-import dataclasses
-import ft_hsdp
-from tests.compatibility import cases, script
-
-join, lora, joined = ft_hsdp.join, cases.CASES["lora"], []
-
-def noted():
-    joined.append(join())
-    return joined[0]
-
-def other():
-    model = lora.model()
-    model.embed.weight.data.mul_(joined[0].replica + 1)
-    return model
-
-ft_hsdp.join, cases.CASES["lora"] = noted, dataclasses.replace(lora, model=other)
-script.main()
-"""
 
 
 @pytest.mark.proof
@@ -58,38 +38,6 @@ def test_healing_a_lora_job_fetches_the_adapters_alone(tmp_path: Path) -> None:
     assert sum(p.nbytes for p in params) > 20 * adapters
     assert len(fetched) >= 2, "a fetch of each rank"
     assert max(fetched) <= 2 * adapters, "half of the adapters, and of AdamW's two tensors of their size"
-
-
-@pytest.mark.proof
-def test_a_replica_with_other_frozen_weights_is_refused(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(OTHER)
-    settings = {**TWO, "entry": str(script), "args": ["lora", str(tmp_path / "weights.pt"), "0.1"]}
-    with Job(tmp_path, 100_000, **settings) as job:
-        refused = "digest of the frozen weights and buffers"
-        job.until(lambda: any(refused in str(e) for e in job.rows("events.jsonl")), "one of the two is refused")
-
-
-@pytest.mark.soak
-def test_running_statistics_do_not_depend_on_a_loss(tmp_path: Path) -> None:
-    """A replica that comes back has them, a replay finds every bit, and a run without the loss ends alike."""
-    digests, steps, kill = set(), 24, {"at_step": 8, "replicas": [1], "rank": 1}
-    for name, chaos in (("killed", [kill]), ("whole", [])):
-        folder = tmp_path / name
-        folder.mkdir()
-        settings = {"entry": str(SCRIPT), "args": ["batch_norm", str(folder / "weights.pt")], "chaos": chaos}
-        settings |= {"replicas": 2, "train__accumulate": 2, "quorum__min_replicas": 2}
-        with Job(folder, steps, **settings) as job:
-            summary = job.end()
-            check(summary, steps)
-            digests |= {replica["digest"] for replica in summary["replicas"].values()}
-            assert len(job.events("ReplicaStarted", replica=1)) == 1 + len(chaos)
-            if chaos:
-                assert job.replayed()["equal"]
-    assert len(digests) == 1
-    found = [torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("killed", "whole")]
-    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
-    assert found[0]["body.1.num_batches_tracked"] == steps
 
 
 MOVING = ROOT / "tests" / "support" / "state" / "moving_loop.py"

@@ -1,6 +1,5 @@
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,9 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ft_hsdp.train.fsdp import adopted_model
 from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, shard, weighed
-from ft_hsdp.train.state.packing import state_digest
 from tests.support.state.odd_model import Odd, batch
-from tests.support.state.started_ranks import rows_of_ranks
 
 Seen = list[tuple[int, torch.Tensor]]
 
@@ -94,20 +91,6 @@ def test_the_flat_shards_are_the_gradients_and_come_back_as_gradients(mesh: Devi
     assert all(p.grad is None for p in sharded.params.values())
 
 
-def test_with_accumulation_only_the_last_micro_batch_is_handed_over(mesh: DeviceMesh) -> None:
-    sharded, seen = adopted(mesh)
-    plain = Odd()
-    for micro in range(3):
-        sharded.sync(micro == 2)
-        sharded.model(batch(micro)).backward()
-        assert len(seen) == (4 if micro == 2 else 0)
-        plain(batch(micro)).backward()
-    sharded.assign([flat for _, flat in seen])
-    for name, wanted in plain.named_parameters():
-        assert wanted.grad is not None
-        assert torch.allclose(sharded.params[name].grad.full_tensor(), wanted.grad, rtol=1e-4, atol=1e-6), name
-
-
 WEIGHTS = (5, 0, 1, 1000)
 
 
@@ -178,24 +161,3 @@ def test_forward_and_backward_in_bf16_hand_over_fp32(mesh: DeviceMesh, reduced: 
     assert types == {torch.bfloat16}
     assert {flat.dtype for _, flat in seen} == {p.dtype for p in sharded.params.values()} == {torch.float32}
     assert [i for i, _ in seen] == [0, 1, 2, 3]
-
-
-def test_two_ranks_with_shapes_that_two_does_not_divide(tmp_path: Path) -> None:
-    """FSDP2's own gradients, the planned sizes with their padding, and a digest that knows no sharding."""
-    outs = [rows[-1] for rows in rows_of_ranks("two_ranks", 2, tmp_path, 60)]
-    plain = Odd()
-    params = dict(plain.named_parameters())
-    digest = state_digest(params, {}, ({"lr": 0.1},))
-    ((plain(batch(0)) + plain(batch(1))) / 2).backward()
-    for out in outs:
-        assert out["order"] == [0, 1, 2, 3]
-        assert out["sizes"] == out["planned"] == [12, 12, 12, 24]
-        assert out["digest"] == digest
-        assert out["grads"] == out["assigned"] == outs[0]["grads"]
-        for name, param in params.items():
-            assert torch.allclose(torch.tensor(out["grads"][name]), param.grad.flatten(), rtol=1e-4, atol=1e-6), (
-                name
-            )
-    # Each value is on one rank alone: what a rank loses, no other rank of its replica has.
-    for name, param in params.items():
-        assert outs[0]["local"][name] + outs[1]["local"][name] == param.flatten().tolist(), name

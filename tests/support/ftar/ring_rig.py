@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from ft_hsdp.core.ring import RingPlan, operations
 from ft_hsdp.errors import PeerDead
 from ft_hsdp.ftar.allreduce import DTYPES, AllReduceOrder, AllReduceResult, Ring
 from ft_hsdp.ftar.connections import Listener, MemberIdentity
+from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.frame import Framing, Key
 from ft_hsdp.ftar.pieces import Values
@@ -99,7 +100,10 @@ class DyingPlane(CpuPlane):
 class Engines:
     """Each member's engine runs on a thread of its own."""
 
-    def __init__(self, flavour: Flavour, names: Sequence[int], shape: Shape) -> None:
+    def __init__(
+        self, flavour: Flavour, names: Sequence[int], shape: Shape, make: Sequence[Callable[[Arena], Plane]] = ()
+    ) -> None:
+        """``make`` makes the plane of each member; () for planes that can die."""
         self.names = names
         self._shape = shape
         self._registered = flavour.registered
@@ -117,13 +121,15 @@ class Engines:
         if not flavour.readable:
             permission = mock.patch.object(shm, "read_remote", side_effect=PermissionError)  # type: ignore[assignment]
         with permission:
-            ends = asyncio.run(edges(flavour.transport, names, settings, self._arenas))
+            ends: Any = [(None, None)]
+            if len(names) > 1:
+                ends = asyncio.run(edges(flavour.transport, names, settings, self._arenas))
         self.senders: list[Sender] = [sender for sender, _ in ends]
         self.receivers: list[Receiver] = [receiver for _, receiver in ends[-1:] + ends[:-1]]
-        planes = [DyingPlane() for _ in names]
-        self._planes = planes
-        self._rings = [
-            Ring(KEY.epoch, names, i, self.receivers[i], self.senders[i], planes[i], settings)
+        makers = make or [lambda _: DyingPlane()] * len(names)
+        self.planes = [of_member(arena) for of_member, arena in zip(makers, self._arenas, strict=True)]
+        self.rings = [
+            Ring(KEY.epoch, names, i, self.receivers[i], self.senders[i], self.planes[i], settings)
             for i in range(len(names))
         ]
 
@@ -136,24 +142,26 @@ class Engines:
         return self._arenas[position].empty(values.shape, values.dtype).copy_(values)
 
     def submit(self, position: int, order: AllReduceOrder) -> Future[AllReduceResult]:
-        return self._pools[position].submit(self._rings[position].all_reduce, order)
+        return self._pools[position].submit(self.rings[position].all_reduce, order)
 
     def wait(self, works: Sequence[Future[AllReduceResult]]) -> None:
         for work in works:
             work.exception(DEADLINE_S)
 
     def hang_up(self, position: int) -> None:
-        self._rings[position].fail(PeerDead("hangs up"))
+        self.rings[position].fail(PeerDead("hangs up"))
 
     def dies(self, position: int, chunks: int) -> None:
-        self._planes[position].ring, self._planes[position].left = self._rings[position], chunks
+        plane = self.planes[position]
+        assert isinstance(plane, DyingPlane)
+        plane.ring, plane.left = self.rings[position], chunks
 
     def close(self) -> None:
-        for ring in self._rings:
+        for ring in self.rings:
             ring.fail(PeerDead("the test is over"))
         for pool in self._pools:
             pool.shutdown()
-        for ring in self._rings:
+        for ring in self.rings:
             ring.dispose()
 
 

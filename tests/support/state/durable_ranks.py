@@ -252,35 +252,6 @@ def close_at_once(side: Side, folder: str) -> Any:
     return {"outcomes": [told(each.result(0)) for each in (future, again, late)]}
 
 
-def zombie(side: Side, folder: str) -> Any:
-    """A writer of epoch 1 publishes step 5 after epoch 2 published step 4, and asks what is newest."""
-    new = side.checkpointer(folder, keep=1, incarnation="1-b-0")
-    newest = told(new.write(side.packed(), header(4, epoch=2)).result(WAIT_S))
-    old = side.checkpointer(folder, keep=1, incarnation="0-a-0")
-    late = told(old.write(side.packed(), header(5, epoch=1)).result(WAIT_S))
-    loaded = load(side, folder)
-    after = told(new.write(side.packed(), header(5, epoch=2)).result(WAIT_S))
-    old.close()
-    new.close()
-    return {"outcomes": [newest, late, after], "loaded": loaded}
-
-
-def swept_while_writing(side: Side, folder: str) -> Any:
-    """Another replica starts in the middle of a file of ours, and tidies up."""
-    checkpointer = side.checkpointer(folder)
-    Path(folder, ".writing-step-1-epoch-1-9-z-0").mkdir()
-    real, swept = torch_files._write_item, []
-
-    def sweep(*args: Any) -> Any:
-        swept.append(drafts.sweep(Path(folder)))
-        return real(*args)
-
-    torch_files._write_item = sweep
-    outcome = told(checkpointer.write(side.packed(), header(1)).result(WAIT_S))
-    checkpointer.close()
-    return {"outcomes": [outcome], "swept": swept[0] + [name for each in swept[1:] for name in each]}
-
-
 def save_on(side: Side, folder: str, lacking: list[str]) -> Any:
     """Publish two steps on a file system that lacks something; another replica tidies up before each rename."""
     swept: list[str] = []

@@ -74,8 +74,8 @@ class Side:
     def digest(self) -> str:
         return state_digest(self.params, self.optim, HYPER, self.user)
 
-    def checkpointer(self, folder: str, keep: int = 2, incarnation: str = "0-a-0") -> Checkpointer:
-        about = CheckpointOrigin(incarnation, 3, "hash", {"model": {"dim": 8}}, frozen=self.frozen)
+    def checkpointer(self, folder: str, keep: int = 2) -> Checkpointer:
+        about = CheckpointOrigin("0-a-0", 3, "hash", {"model": {"dim": 8}}, frozen=self.frozen)
         live = self.params, self.optim
         return Checkpointer(Path(folder), keep, KEY, about, self.layout, *live, self.ranks, self.user)
 
