@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import recovery
 from benchmarks.jobs import Kill, Setting, Setup
-from benchmarks.recovery import RecoveryOptions, costs, kills, run, stall, stalls, torchft
+from benchmarks.recovery import RecoveryOptions, costs, run, stall, stalls, torchft
 from benchmarks.results import ProgressLog
 from tests.support.bench.tables import shown
 
@@ -90,12 +90,3 @@ def test_torchft_in_the_same_situation() -> None:
     (row,) = torchft(SMALL, 1, ProgressLog(io.StringIO()), signal.SIGKILL, settings)
     assert (row["kills"], row["next"]["count"], row["signal"]) == (1, 1, "SIGKILL")
     assert row["next"]["p50_ms"] > 200  # it waits for a heartbeat that does not come
-
-
-@pytest.mark.proof
-@pytest.mark.multiproc
-@pytest.mark.usefixtures("_nothing_left")
-def test_a_replica_is_stopped_and_replaced() -> None:
-    (row,) = kills(SMALL, 1, ProgressLog(io.StringIO()), signal.SIGSTOP)
-    assert (row["kills"], row["replicas"]) == (1, 2)
-    assert row["next"]["p50_ms"] > 500  # of silence

@@ -8,19 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import jobs
-from benchmarks.jobs import Kill, Setting, Setup, TorchftUnderTest, job_config
+from benchmarks.jobs import Kill, Setup, job_config
 from benchmarks.results import ProgressLog
 from benchmarks.returns import (
     SETUPS,
     back,
     returns,
     stages_in,
-    wait_for_return,
 )
 from benchmarks.training import RandomTokens, make_model
 from ft_hsdp.config import load
-from ft_hsdp.errors import Retryable
 from ft_hsdp.train.model import ModelArgs
 from ft_hsdp.train.trainer import build
 
@@ -83,26 +80,6 @@ def test_all_contenders_train_the_same_model(tmp_path: Path) -> None:
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     waits = make_model(SETUPS["waiting"], config)
     assert sum(p.numel() for p in waits.parameters()) == 2 << 17
-
-
-class Logged(TorchftUnderTest):
-    """A job whose rows are there already."""
-
-    def read(self) -> None:
-        """Nothing new has come."""
-
-
-def test_a_life_before_the_one_that_was_killed_is_no_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A victim may be hit again while rows of the life before are still among its newest."""
-    monkeypatch.setattr(jobs, "PATIENCE_S", 0.0)
-    one = Logged(Setup(replicas=2), Setting((), "quick", 1))
-    row = {"t": 1.0, "step": 1, "role": "contribute", "incarnation": "0"}
-    one.rows[1] = [row, {**row, "t": 2.0, "incarnation": "1"}]
-    kill = Kill(3.0, 1, 0, "1")
-    with pytest.raises(Retryable, match="contributes again"):
-        wait_for_return(one, kill)
-    one.rows[1].append({**row, "t": 4.0, "incarnation": "2"})
-    wait_for_return(one, kill)
 
 
 @pytest.mark.proof

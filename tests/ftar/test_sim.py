@@ -197,22 +197,6 @@ def broken_edge(scene: Scene, edge: int, when_s: float, how: str) -> set[int]:
     return {scene.names[edge], scene.names[(edge + 1) % n]}
 
 
-@pytest.mark.parametrize("by_reference", [False, True], ids=["copies", "references"])
-@pytest.mark.parametrize("how", ["lose", "silent"])
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_an_edge_that_breaks_at_any_time(n: int, how: str, by_reference: bool) -> None:
-    seen = set()
-    for k in range(24):
-        nature = Nature(2, delays(random.Random(k)), by_reference=by_reference)
-        scene = Scene(n, 6 * n, nature=nature, works=2, seed=k)
-        suspects = broken_edge(scene, k % n, k * 5e-3, how)
-        scene.run()
-        allowed = (PeerDead if how == "lose" else PeerTimeout, RemoteAbort)
-        scene.check_ended(allowed, suspects)
-        seen |= {type(a.error) for a in scene.world.actors}
-    assert {PeerDead if how == "lose" else PeerTimeout, RemoteAbort} <= seen
-
-
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_a_member_that_stalls_is_found_in_time(n: int) -> None:
     """The first who runs into the deadline stands beside it, and says so to all."""

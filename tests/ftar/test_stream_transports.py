@@ -186,12 +186,6 @@ def test_segments_that_the_sender_has_let_go_of_are_let_go_of_here() -> None:
     memory.theirs.close()
 
 
-def test_memory_that_is_not_registered_is_read_from_the_process() -> None:
-    memory, before = Memory(), mapped()
-    assert same(memory.carry(torch.arange(4.0)), torch.arange(4.0))
-    assert mapped() == before
-
-
 def referred(
     pair: tuple[socket.socket, socket.socket],
     label: bytes,

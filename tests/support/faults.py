@@ -11,11 +11,7 @@ An entry of faults.txt has the name and what would go wrong for a user, a file o
 ("-"), its replacement ("+"; none: nothing), and the tests of which one must fail ("!"). The text may be a part of
 a line. It stands in the file, or in all modules of the folder together, exactly once.
 
-The rules of the protocol have a list of their own, which is not repeated: `MUTANTS` in tests/model/test_explore.py
-removes one rule at a time, and the model checker must find a counter-example for each of the 25. It finds replicas
-that disagree (5), a lost commit or batch (2), a job that stands still (5), a storm of epochs (3), two incarnations
-taken for one another (2), one each of a corrupt state, a leave that is not announced, a wrong suspect and too few
-members, and for 4 whichever of these comes first.
+The rules of the protocol have a list of their own: `MUTANTS` in tests/model/test_explore.py.
 """
 
 import argparse

@@ -38,19 +38,6 @@ def adopted(mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32) -> tuple[Adop
     return AdoptedModel(model, 1, lambda i, flat: seen.append((i, flat))), seen
 
 
-def test_the_buckets_come_in_the_planned_order_and_sizes(mesh: DeviceMesh) -> None:
-    sharded, seen = adopted(mesh)
-    for seed in range(3):
-        seen.clear()
-        sharded.model(batch(seed)).backward()
-        assert [i for i, _ in seen] == [0, 1, 2, 3]
-        assert tuple(flat.numel() for _, flat in seen) == sharded.sizes == (18, 18, 18, 44)
-        sharded.clear()
-    owners = [{n for n, p in sharded.params.items() if any(p is q for q in b.params)} for b in sharded.buckets]
-    assert owners[0] == {f"parts.2.{n}" for n in ("wide", "bias", "seldom")}, "the last part is first"
-    assert owners[3] == {"first", "last"}
-
-
 def test_what_fsdp_allocated_on_its_stream_is_kept_until_it_is_read(mesh: DeviceMesh) -> None:
     """With another reduce type the shard is read once and dropped; its stream may write there next."""
     dropped: list[torch.dtype] = []

@@ -186,21 +186,6 @@ def test_only_gradients_that_are_here_wait_for_an_order(monkeypatch) -> None:
         clock.wait(3)
 
 
-def test_after_a_ring_broke_gradients_wait_for_the_next_order(monkeypatch) -> None:
-    s, clock = Scene(), Clock(monkeypatch)
-    s.open()
-    s.begin()
-    s.ready(0, 1, 2)
-    clock.wait(1)
-    s.reducer.cancel()
-    clock.wait(0.25)
-    s.begin(epoch=2)
-    clock.wait(1)
-    for op in s.group.ops[-3:]:
-        op.end()
-    assert s.reducer.traffic.held_up == 0.25
-
-
 def test_what_does_not_count_in_the_norm_is_left_out() -> None:
     shards = [torch.arange(4.0), torch.arange(3.0), torch.full((2,), 100.0)]
     assert sum_of_squares(shards, [((0, 2), (3, 4)), ()]) == pytest.approx(1 + 9)

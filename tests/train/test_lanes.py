@@ -22,7 +22,7 @@ from ft_hsdp.train.optimizer.groups import finish
 from ft_hsdp.train.replay.lanes import SharedLanes
 from ft_hsdp.train.state import lane_slices
 from ft_hsdp.train.state.packing import as_bytes
-from tests.support.ftar.lane_rig import COUNTS, SHAPES, WideRank, WideRing, flat, joined, lanes_of, values
+from tests.support.ftar.lane_rig import SHAPES, WideRank, WideRing, flat, joined, lanes_of, values
 from tests.support.waiting import async_until
 
 PREV = "ab" * 16
@@ -340,31 +340,6 @@ async def test_equal_widths_use_the_same_memory_again_after_an_attempt_broke() -
         trainer.reducer.cancel()
         trainer.begin(AttemptId(2, 1, 0))
         assert memory(group.asked_for()) == memory(broken)
-
-
-@pytest.mark.parametrize(
-    ("large", "expected"),
-    [
-        (1, ((12, 2, 5), (300,), (3,), (6, 1, 2, 9), (3,))),
-        (6, ((12, 7), (300,), (3,), (6, 3, 9), (3,))),
-        (lanes.LARGE, ((19,), (300,), (3,), (18,), (3,))),
-    ],
-    indirect=["large"],
-)
-def test_the_members_of_a_lane_group_rows_alike_and_large_ones_lie_where_they_belong(large, expected) -> None:
-    shapes = [*SHAPES, [("f", (9, 2)), ("g", (4, 1)), ("h", (5, 1)), ("i", (11, 3))]]
-    grouped: dict[int, set[tuple[tuple[int, ...], ...]]] = {}
-    for width in (4, 3):
-        for rank in range(width):
-            of_rank = lanes_of(shapes, width, rank, whole=(COUNTS,))
-            for lane in of_rank.plan((4, 3)).lanes:
-                sizes = tuple(tuple(group.size for group in part.groups) for part in lane.parts)
-                grouped.setdefault(lane.ring.number, set()).add(sizes)
-                for group in (group for part in lane.parts if not part.whole for group in part.groups):
-                    assert len(group.runs) == 1 or all(run.size < large for run in group.runs)
-                    assert sum(run.size for run in group.runs) == group.size
-    assert all(len(each) == 1 for each in grouped.values())
-    assert grouped[0] == {expected}
 
 
 def test_owners_of_a_lane_compare_the_same_bytes_of_the_state() -> None:

@@ -2,7 +2,6 @@ import fcntl
 import json
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -130,25 +129,6 @@ def test_the_work_is_done_once_and_again_when_the_text_changes(tmp_path: Path) -
     assert bytes(Tokens.open(first).array.astype(np.uint8)) == b"one"
 
 
-def test_many_processes_may_ask_at_once(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text" * 50_000)
-    code = (
-        "import sys; from pathlib import Path; from ft_hsdp.train.tokens import prepare; "
-        "print(prepare(sys.argv[1], 'byte', 10**6, Path(sys.argv[2])))"
-    )
-    asking = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path / "a.txt"), str(tmp_path / "cache")],
-            stdout=subprocess.PIPE,
-        )
-        for _ in range(3)
-    ]
-    answers = {process.communicate(timeout=60)[0] for process in asking}
-    assert len(answers) == 1
-    assert len(Tokens.open(Path(answers.pop().decode().strip()))) == 200_000
-    assert sorted(p.suffix for p in (tmp_path / "cache").iterdir()) == [".bin", ".lock"]
-
-
 def test_the_wait_for_another_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("text")
     ready = prepare(str(tmp_path / "a.txt"), "byte", MIB, tmp_path / "cache")
@@ -178,13 +158,3 @@ def test_a_break_leaves_no_half_file(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
-
-
-def test_the_array_is_mapped_and_read_only(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    mapped = Tokens.open(prepare(str(tmp_path / "a.txt"), "byte", MIB, tmp_path))
-    assert isinstance(mapped.array, np.memmap)
-    assert mapped.array.dtype == np.uint16
-    assert len(mapped) == 4
-    with pytest.raises(ValueError, match="read-only"):
-        mapped.array[0] = 1

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -73,6 +73,7 @@ def test_each_sample_is_in_each_epoch_once(shape: JobShape, size: int, extra: in
 
 
 @given(ranks=st.integers(1, 3), accumulate=st.integers(1, 3), other=shapes)
+@settings(max_examples=20)
 def test_the_order_of_the_whole_data_does_not_depend_on_the_shape(ranks, accumulate, other) -> None:
     one = JobShape(1, 2, ranks, accumulate)
     orders = []

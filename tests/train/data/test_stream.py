@@ -58,16 +58,6 @@ def _always_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAVE_S", 0.0)
 
 
-def test_an_item_is_given_again_until_it_is_trained(tmp_path: Path) -> None:
-    items = Items()
-    reader = stream(items, tmp_path).reader(1)
-    reader.trained(at(0))
-    assert [reader.batch(at(n), []) for n in (0, 1, 0, 1, 2)] == [0, 1, 0, 1, 2]
-    reader.trained(at(1))
-    assert [reader.batch(at(n), []) for n in (1, 2, 3, 4)] == [1, 2, 3, 4]
-    assert items.read == 5
-
-
 def test_a_gap_is_trained_later(tmp_path: Path) -> None:
     reader = stream(Items(), tmp_path).reader(1)
     assert [reader.batch(at(n), []) for n in (3, 1, 4)] == [3, 1, 4]

@@ -110,17 +110,6 @@ def test_wrong_guesses_cost_reads_and_nothing_else(tmp_path: Path) -> None:
     assert len(data.reads()) <= 7 + 7 * 4
 
 
-def test_a_guess_replaces_the_guess_before(tmp_path: Path) -> None:
-    data = Diary(tmp_path)
-    with reading(data) as reader:
-        reader.guess(after(0))
-        reader.guess(after(40))
-        until(lambda: {40, 41, 42, 43} <= set(data.reads()), "the newer guess is read")
-        before = len(data.reads())
-        assert reader.batch(at(40), after(41))["index"].tolist() == [40]
-        until(lambda: len(data.reads()) == before + 1, "one more is read ahead")
-
-
 def explode(index: int) -> None:
     if index == 3:
         raise KeyError("no such picture")
@@ -156,18 +145,6 @@ def test_a_worker_that_dies_is_an_error_at_once(tmp_path: Path) -> None:
         assert found is not None
         assert found[2] == "signal 9 (SIGKILL)"
         assert int(found[1]) != os.getpid()
-
-
-def test_what_a_dead_worker_has_sent_cannot_be_read(tmp_path: Path) -> None:
-    with reading(Diary(tmp_path)) as reader:
-        reader.guess(after(0))
-        assert reader.batch(at(0), after(1))["index"].tolist() == [0]
-        until(lambda: len(Diary(tmp_path).reads()) == 5, "all is read ahead")
-        for worker in active_children():
-            worker.kill()
-        until(lambda: not active_children(), "they are dead")
-        with pytest.raises(Retryable, match=r"^the data of this rank: worker process \d+ has ended with signal 9"):
-            reader.batch(at(1), after(2))
 
 
 def hang(index: int) -> None:

@@ -14,9 +14,8 @@ from ft_hsdp.errors import ConfigError, DataCorruption
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.train.loop.callbacks import CallbackFailed
 from ft_hsdp.train.loop.user_state import MAX_JSON, Registered, UserState
-from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.packing import local
-from tests.train.state.test_live_state import START, hold, record, sums
+from tests.train.state.test_live_state import hold, record, sums
 
 DECAY = 0.75
 
@@ -224,15 +223,3 @@ def test_states_are_registered_once_and_before_the_first_batch() -> None:
     made.fix()
     with pytest.raises(ConfigError, match="a call before the first batch"):
         made.register(Registered("late", dict, print))
-
-
-def test_a_job_without_registered_state_has_the_digests_that_it_had(mesh: DeviceMesh) -> None:
-    live, _ = hold(mesh)
-    other: LiveState = hold(mesh)[0]
-    other.hold(UserState())
-    assert (live.layout, live.digest(), live.weights_digest()) == (
-        other.layout,
-        other.digest(),
-        other.weights_digest(),
-    )
-    assert live.state == START

@@ -352,16 +352,6 @@ def test_a_source_that_fails_on_one_rank_is_an_error_on_all_of_them(tmp_path: Pa
         replica.close()
 
 
-def test_loads_fetch_little_more_than_what_is_asked_for() -> None:
-    with hosts("a", "b"):
-        replica = Replica(["a", "b"], per_host=1, copies=1)
-        replica.submit()
-        store = replica.stores[0]
-        store.load([(i, i + store.align) for i in range(0, BLOCKS - store.align, 4 * store.align)])
-        assert store.counts.received_bytes == store.counts.loaded * BLOCK_BYTES
-        replica.close()
-
-
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     job = Rank(0, 1, "", None)
     cases: list[tuple[dict[str, Any], str]] = [

@@ -136,22 +136,6 @@ def test_on_demand_only_what_is_wanted_is_kept(mesh: DeviceMesh, place: Place) -
     assert writer.list() == ()
 
 
-def test_without_an_agent_training_goes_on_and_another_one_is_found(mesh: DeviceMesh, place: Place) -> None:
-    live, sharded = hold(mesh)
-    writer = place.writer(live)
-    walk(live, sharded, writer, 2)
-    address = writer.address
-    os.kill(place.agent_pid(), signal.SIGKILL)
-    until(lambda: (walk(live, sharded, writer, 1), place.lost())[1])
-    until(lambda: (walk(live, sharded, writer, 1), place.lost(over=True))[1])
-    walk(live, sharded, writer, 2)
-    assert writer.list()[0].state == live.state
-    writer.close()
-    other = StateAgent.connect(place.token, 0, 0, 1, live.layout.nbytes, DEADLINE_S)
-    assert other.address == address, "the addresses in grants no longer hold"
-    other.close()
-
-
 def test_the_gate_is_opened_again_at_the_agent_that_comes_after(mesh: DeviceMesh, place: Place) -> None:
     live, _ = hold(mesh)
     writer = place.writer(live)
