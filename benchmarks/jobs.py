@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.processes import Process, Scope, kill, listening, spawn
-from ft_hsdp.analysis.goodput import fault_free_step
+from ft_hsdp.analysis.goodput import StepTimes
 from ft_hsdp.config import Config, dump, parse
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import last_line, tied
@@ -119,7 +119,10 @@ class UnderTest(Scope):
 
     def step_s(self) -> float:
         """Return the median fault-free step so far, in seconds."""
-        return fault_free_step(row for rows in self.rows.values() for row in rows)
+        steps = StepTimes()
+        for row in (row for rows in self.rows.values() for row in rows):
+            steps.add(row)
+        return steps.median
 
     def whole(self, row: Row) -> bool:
         """Return whether all replicas contributed to a commit."""

@@ -193,16 +193,16 @@ class Sealed(socket.socket):
         agreement = KeyExchange(self._session, self._listening, context)
         super().sendall(agreement.offer)
         offer = bytearray(PUBLIC + MAC)
-        self._raw(memoryview(offer), 0)
+        self._raw(memoryview(offer))
         self._record = memoryview(bytearray(HEAD + RECORD + TAG))
         self._body = memoryview(bytearray(HEAD + RECORD + TAG))
         self._got = 0
         self._left = memoryview(b"")
         self._out, self._in = agreement.accept(bytes(offer))
 
-    def _raw(self, view: memoryview, flags: int) -> None:
+    def _raw(self, view: memoryview) -> None:
         while view:
-            n = super().recv_into(view, 0, flags | socket.MSG_WAITALL)
+            n = super().recv_into(view, 0, socket.MSG_WAITALL)
             if not n:
                 raise ConnectionResetError("closed its connection")
             view = view[n:]

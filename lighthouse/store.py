@@ -236,15 +236,8 @@ class SqliteStore(Store):
         """Set the damaged file aside, and open an empty one. Raises as `_open` does, or `why`."""
         if self._db is not None:
             self._db.close()
-        try:
-            aside = set_aside(self.path, *BESIDE)
-        except OSError:
-            raise why from None
+        put_aside(self.path, why.allowed.removeprefix("a store that is whole "), self._note, why)
         self._saved = {}
-        reason = f"{why.allowed.removeprefix('a store that is whole ')}; it is in {aside.name}"
-        _log.error("%s is damaged and set aside: %s", self.path, reason)
-        if self._note is not None:
-            self._note("DamagedFileSetAside", f"{self.path.name}: {reason}, and a new one is begun")
         self._open()
 
     def close(self) -> None:
@@ -388,6 +381,18 @@ def _encode(name: str, value: Any) -> str:
     """Return one durable field as JSON; a set is sorted, so that equal values are equal text."""
     value = tuple(sorted(value)) if isinstance(value, frozenset) else value
     return _DURABLE[name].dump_json(value, warnings=False).decode()
+
+
+def put_aside(path: Path, why: str, note: Callable[[str, str], None] | None, error: FtHsdpError) -> None:
+    """Set a damaged database aside, and say so. Raises ``error`` if it stays where it is."""
+    try:
+        aside = set_aside(path, *BESIDE)
+    except OSError:
+        raise error from None
+    reason = f"{why}; it is in {aside.name}"
+    _log.error("%s is damaged and set aside: %s", path, reason)
+    if note is not None:
+        note("DamagedFileSetAside", f"{path.name}: {reason}, and a new one is begun")
 
 
 def full(error: sqlite3.Error) -> bool:

@@ -106,7 +106,7 @@ def _rows(
         asked = config.memory.copies
         alive = [host for member in members for host in member.hosts]
         wanted = default_copies(alive, level) if asked is None else asked
-        made = missing_copies(members, wanted, level, (), room(config.memory.budget_gb, shard))
+        made = missing_copies(members, wanted, level, room(config.memory.budget_gb, shard))
         held = coverage(members, made, level)
         protected = held > 1 and not made.unprotected
         of_hosts = {host.name: SLOTS * -(-state_bytes // width) * narrow.count(host) for host in narrow}

@@ -11,7 +11,7 @@ failure takes away, both in seconds of all replicas.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ft_hsdp.event_table import EVENTS
@@ -112,14 +112,6 @@ def share_of(row: Mapping[str, Any]) -> float:
     if units is None or not wanted:
         units, wanted = len(row["contributors"]), row["total"]
     return min(1.0, float(units / wanted))
-
-
-def fault_free_step(rows: Iterable[Mapping[str, Any]]) -> float:
-    """Return the median time in seconds of a step to which all wanted replicas contributed, or else of any."""
-    steps = StepTimes()
-    for row in rows:
-        steps.add(row)
-    return steps.median
 
 
 class Goodput:

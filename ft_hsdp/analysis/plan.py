@@ -79,7 +79,7 @@ def plan(
         # Without checkpoints, a lost state costs all steps.
         checkpoint_every=config.checkpoint.every or config.train.steps,
     )
-    found = reliability(replicas, [shard] * ranks, wanted, level, failures, (), most, every, MOST_LOST)
+    found = reliability(replicas, [shard] * ranks, wanted, level, failures, most, every, MOST_LOST)
     network, storage = (gbps * GIGABIT for gbps in (assumptions.network_gbps, assumptions.storage_gbps))
     retrieval = shard * ranks / len(set(replicas[0])) / network
     writing = shard * ranks / storage

@@ -65,7 +65,6 @@ def reliability(
     copies: int,
     level: Level,
     failures: HostFailures,
-    spares: Sequence[Host] = (),
     room: int | None = None,
     every: int = 1,
     most_lost: int = 4,
@@ -77,13 +76,12 @@ def reliability(
         copies: wanted copies of each shard; see `missing_copies`, as for the next arguments.
         level: what the hosts of two copies must not share.
         failures: rates and times.
-        spares: spare hosts.
         room: shards that a host can keep for others.
         every: steps between two states of which copies are made.
         most_lost: the probability of surviving is given for 1 to so many lost hosts.
     """
     members = [MemberHosts(n, tuple(hosts), True) for n, hosts in enumerate(replicas)]
-    plan = missing_copies(members, copies, level, spares, room)
+    plan = missing_copies(members, copies, level, room)
     natural = [tuple(dict.fromkeys(hosts)) for hosts in zip(*replicas, strict=True)]
     holders = [list(hosts) for hosts in natural]
     for copy in plan.copies:

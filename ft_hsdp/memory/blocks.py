@@ -242,13 +242,6 @@ class LoadPlan:
     reads: tuple[BlockRead, ...]
     missing: tuple[tuple[int, Span], ...]  # (reader, blocks): no host has them
 
-    def sent(self) -> dict[int, int]:
-        """Return the blocks that each host sends, by host: the largest is the bottleneck volume."""
-        found: dict[int, int] = defaultdict(int)
-        for read in self.reads:
-            found[read.holder] += read.run.count
-        return dict(found)
-
 
 def plan_load(
     layout: BlockLayout,
@@ -330,37 +323,6 @@ def share(blocks: int, ranks: int, align: int = 1) -> list[Span]:
         (min(blocks, units * rank // ranks * align), min(blocks, units * (rank + 1) // ranks * align))
         for rank in range(ranks)
     ]
-
-
-def shrink(
-    owned: Mapping[int, Sequence[Span]], lost: Collection[int], align: int = 1
-) -> dict[int, tuple[Span, ...]]:
-    """Return what each rank that is left takes over of the blocks of those that are lost (§II, §VI-C).
-
-    All of them take about the same, and keep their own. It changes nothing by itself: note it once the blocks
-    are loaded. If another rank is lost before that, ask again with the old `owned` and all that are lost.
-
-    Args:
-        align: spans are cut at multiples of so many blocks.
-
-    Raises:
-        ValueError: No rank is left.
-    """
-    left = sorted(owned.keys() - set(lost))
-    if not left:
-        raise ValueError("no rank is left")
-    orphans = merged(span for rank in sorted(set(lost) & owned.keys()) for span in owned[rank])
-    total = sum(end - first for first, end in orphans)
-    parts = share(total, len(left), align)
-    found: dict[int, list[Span]] = {rank: [] for rank in left}
-    begin = 0
-    for first, end in orphans:
-        for rank, (low, high) in zip(left, parts, strict=True):
-            low, high = max(low, begin), min(high, begin + end - first)
-            if low < high:
-                found[rank].append((first + low - begin, first + high - begin))
-        begin += end - first
-    return {rank: tuple(spans) for rank, spans in found.items()}
 
 
 def runs_in_words(numbers: Iterable[int]) -> list[str]:

@@ -99,37 +99,28 @@ def unmet(members: Sequence[MemberHosts], copies: int, level: Level, room: int |
         room: shards that a host can keep for others; None: no limit.
     """
     whole = [replace(member, healthy=True) for member in members]
-    plan = missing_copies(whole, copies, level, room=room)
+    plan = missing_copies(whole, copies, level, room)
     if not plan.unprotected:
         return ""
     way = "more hosts apart (hosts.per_replica under `up`), another memory.apart, or null: as many as possible"
     return f"at most {coverage(whole, plan, level)} here ({plan.reason}); the way out: {way}"
 
 
-def missing_copies(
-    members: Sequence[MemberHosts],
-    copies: int,
-    level: Level,
-    spares: Sequence[Host] = (),
-    room: int | None = None,
-    unavailable: Collection[str] = (),
-) -> Plan:
+def missing_copies(members: Sequence[MemberHosts], copies: int, level: Level, room: int | None = None) -> Plan:
     """Return which copies have to be made besides those that the healthy replicas are.
 
     The healthy replica with the lowest id makes them, so that no two replicas rely on each other; of replicas of
     unequal width, one with the most ranks, and the narrower ones count for nothing. Its hosts keep each other's
-    shards in the groups of `placement.groups`. A holder that is lost, full, or in a domain that has a copy
-    already is replaced: by the next host of the shard's probing sequence, then by a spare host, then by a host
-    of another replica. The other copies stay where they are. Between the hosts of other replicas none moves when
-    yet another replica comes or goes.
+    shards in the groups of `placement.groups`. A holder that is full, or in a domain that has a copy already, is
+    replaced: by the next host of the shard's probing sequence, then by a host of another replica. The other
+    copies stay where they are. Between the hosts of other replicas none moves when yet another replica comes or
+    goes. All hosts live: the members of a grant have no others, and a copy that its holder refuses moves by
+    `move_refused`.
 
     Args:
         copies: wanted copies of each shard, the owner's own one and those of healthy replicas included.
         level: what the hosts of two copies must not share.
-        spares: spare hosts, which have agents but no ranks.
         room: shards that a host can keep for others; None: no limit.
-        unavailable: names of hosts that are lost. Ranks name none: the members of a grant have living hosts only,
-            and a copy that its holder refuses moves by `move_refused`.
 
     Returns:
         The copies to make. None if the healthy replicas suffice.
@@ -142,7 +133,7 @@ def missing_copies(
     deficit = copies - min(map(len, covered))
     if deficit <= 0:
         return Plan((), (), "")
-    candidates = _Candidates(first, healthy[1:], spares, 1 + deficit, level, unavailable)
+    candidates = _Candidates(first, healthy[1:], 1 + deficit, level)
     made = _assign(first, covered, copies, level, candidates, room)
     unprotected = tuple(rank for rank, domains in enumerate(covered) if len(domains) < copies)
     reason = ""
@@ -203,50 +194,32 @@ def _covered(healthy: Sequence[MemberHosts], level: Level) -> list[set[Domain]]:
 
 
 class _Candidates:
-    def __init__(
-        self,
-        first: MemberHosts,
-        others: Sequence[MemberHosts],
-        spares: Sequence[Host],
-        size: int,
-        level: Level,
-        unavailable: Collection[str],
-    ) -> None:
+    def __init__(self, first: MemberHosts, others: Sequence[MemberHosts], size: int, level: Level) -> None:
         self._ranks = first.hosts
         self._own = list(dict.fromkeys(first.hosts))
         self._size = min(size, len(self._own))
         self._group = {host: group for group in groups(self._own, self._size, level) for host in group}
         self._number = {host: i for i, host in enumerate(self._own)}
-        self._unavailable = frozenset(unavailable)
-        self._spares = list(spares)
         foreign = dict.fromkeys(host for member in others for host in member.hosts)
         self._foreign = [host for host in foreign if host not in self._number]
 
     @property
     def all(self) -> list[Host]:
-        found = (*self._own, *self._spares, *self._foreign)
-        return [host for host in found if host.name not in self._unavailable]
+        return [*self._own, *self._foreign]
 
-    def preferred(self, rank: int) -> list[Host]:
-        """Return the other members of the owner's group that keep its shards while nothing is lost."""
+    def preferred(self, rank: int) -> Iterator[Host]:
+        """Yield the other members of the owner's group, which keep its shards while they have room."""
         owner = self._ranks[rank]
-        kept_by = holders(self._group[owner], owner, self._size)
-        return [host for host in kept_by if host.name not in self._unavailable]
+        yield from holders(self._group[owner], owner, self._size)
 
     def further(self, rank: int) -> Iterator[Host]:
-        """Return all hosts that can keep a copy of a shard, in the order in which they replace a holder.
+        """Yield all hosts that can keep a copy of a shard, in the order in which they replace a holder.
 
-        Own and spare hosts come in the shard's probing sequence. Hosts of other replicas come and go with those,
-        so each has a place of its own in the order of a shard (rendezvous hashing): the others keep theirs.
+        Own hosts come in the shard's probing sequence. Hosts of other replicas come and go with those, so each has
+        a place of its own in the order of a shard (rendezvous hashing): the others keep theirs.
         """
-        number = self._number[self._ranks[rank]]
-        for pool in (self._own, self._spares):
-            for i in probing(number, len(pool)) if pool else ():
-                if pool[i].name not in self._unavailable:
-                    yield pool[i]
-        for host in sorted(self._foreign, key=lambda host: _place(rank, host.name)):
-            if host.name not in self._unavailable:
-                yield host
+        yield from (self._own[i] for i in probing(self._number[self._ranks[rank]], len(self._own)))
+        yield from sorted(self._foreign, key=lambda host: _place(rank, host.name))
 
 
 def _place(rank: int, host: str) -> bytes:

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypedDict, Unpack
 from pydantic_core import from_json
 
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
-from ft_hsdp.jsonl import clear_way, set_aside
+from ft_hsdp.jsonl import clear_way
 from lighthouse.overview.overview import JournalEntry
-from lighthouse.store import BESIDE, damaged, full
+from lighthouse.store import damaged, full, put_aside
 
 FORMAT = 1
 APPLICATION = 0x66746864  # "fthd": tells this file from any other SQLite database
@@ -225,16 +225,9 @@ class SqliteDatabase:
         """Set the file aside, and say so. Raises ``error`` if it stays where it is."""
         if not isinstance(self._path, Path):
             raise error
-        try:
-            aside = set_aside(self._path, *BESIDE)
-        except OSError:
-            raise error from None
+        put_aside(self._path, why, self._note, error)
         self._full = None
         self.first = self.last = 0
-        _log.error("%s is damaged and set aside: %s; it is in %s", self._path, why, aside.name)
-        if self._note is not None:
-            reason = f"{self._path.name}: {why}; it is in {aside.name}, and a new one is begun"
-            self._note("DamagedFileSetAside", reason)
 
     def _begin(self) -> None:
         self._writer = self._open()

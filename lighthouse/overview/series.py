@@ -43,10 +43,11 @@ class Series:
         level = self._levels[0]
         level.extend(record)
         if len(level) - self._fed[0] >= FANOUT * WIDTH:
-            self._carry(0)
+            self._carry()
 
-    def _carry(self, n: int) -> None:
-        """Sum up the newest records of level ``n`` in the next one, and drop its oldest."""
+    def _carry(self) -> None:
+        """Sum up the newest records of each level in the next one, and drop its oldest."""
+        n = 0
         while True:
             level, fed = self._levels[n], self._fed[n]
             if len(level) - fed < FANOUT * WIDTH:

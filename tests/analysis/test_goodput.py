@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.analysis.goodput import Goodput, Median, fault_free_step
+from ft_hsdp.analysis.goodput import Goodput, Median
 from tests.support.lighthouse import day
 
 
@@ -62,7 +62,7 @@ def test_missing_never_falls_while_a_run_goes_on():
 def test_it_is_the_ratio_of_summary_json():
     rows = [e.row for e in day.day(replicas=4, hours=2, seed=11)]
     commits = [r for r in rows if "step_s" in r]
-    typical = fault_free_step(commits)
+    typical = fold(commits).steps.median
     ratio = sum(typical * len(r["contributors"]) / 4 for r in commits) / wall_s(commits)
     found = fold(rows).effective()
     assert found["wall_clock"] == pytest.approx(ratio, rel=1e-3)

@@ -43,12 +43,6 @@ def test_what_cannot_be_protected_is_said() -> None:
     assert "racks" in found.plan.reason
 
 
-def test_spares_keep_copies_too() -> None:
-    found = reliability(job(1, 1), [10], 2, "host", FAILURES, spares=[Host("", "", "s0")])
-    assert found.holders == ((Host("", "", "r0h0"), Host("", "", "s0")),)
-    assert found.host_bytes == {"r0h0": 20, "s0": 20}
-
-
 def test_without_checkpoints_a_lost_state_is_the_end_of_the_job() -> None:
     found = reliability(job(1, 2), [1, 1], 1, "host", replace(FAILURES, checkpoint_every=0))
     figures = found.with_copies

@@ -24,7 +24,7 @@ from pydantic import ConfigDict, Field, StringConstraints, with_config
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.memory.shape import Extent
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.fetch import Cancelled, Donor, FetchRequest, NotFetched, fetch
+from ft_hsdp.state.transfer.fetch import Donor, FetchRequest, NotFetched, fetch
 from ft_hsdp.state.transfer.parts import Scattered
 from ft_hsdp.state.transfer.shard_manifest import Sum
 
@@ -120,7 +120,6 @@ def read_slices(
     token: str,
     deadline_s: float,
     known: Known,
-    cancel: threading.Event | None = None,
 ) -> SlicesRead:
     """Read and verify parts of slices. Blocks; when it returns, no thread writes into the memory any more.
 
@@ -132,9 +131,8 @@ def read_slices(
         token: The job's token, which the holders check.
         deadline_s: Seconds from the call until it gives up.
         known: Manifests by digest, each with its encoded form; what is asked for is added.
-        cancel: Set by another thread to end it early.
     """
-    until, stop, outcome = time.monotonic() + deadline_s, cancel or threading.Event(), SlicesRead()
+    until, never, outcome = time.monotonic() + deadline_s, threading.Event(), SlicesRead()
     by_holder: dict[str, list[SliceRead]] = defaultdict(list)
     for read in reads:
         by_holder[read.address].append(read)
@@ -152,12 +150,12 @@ def read_slices(
             try:
                 if not gone:
                     left_s = until - time.monotonic()
-                    got = fetch([holder], wanted, token, left_s, stop, rejected)
+                    got = fetch([holder], wanted, token, left_s, never, rejected)
                     nbytes += sum(got.given.values())
                     continue
-            except (NotFetched, Cancelled) as error:
-                told += [str(error) or "cancelled"]
-                if not (isinstance(error, NotFetched) and error.wrong):  # else its other slices may be right
+            except NotFetched as error:
+                told.append(str(error))
+                if not error.wrong:  # else its other slices may be right
                     gone = told[0]
             outcome.failed.append((read, gone or told[0]))
         return nbytes

@@ -106,7 +106,7 @@ class CopyPlanner:
             known = "the hosts of the ranks are not known" if self.copied else "state.snapshot is on_demand"
             return CopyPlan(grant.epoch, grant.base, Plan((), (), known), 0, {}, False, speaks, wanted)
         level = self.config.apart
-        whole = missing_copies(members, wanted, level, room=self.room)
+        whole = missing_copies(members, wanted, level, self.room)
         for told in range(1, len(refusals) + 1):
             whole = move_refused(members, whole, level, refusals[:told], self.room)
         source = any((copy.replica, copy.rank) == (self.replica, self.rank) for copy in whole.copies)
