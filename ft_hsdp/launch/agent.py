@@ -8,8 +8,9 @@ The lighthouse keeps a report open until the assignment changes. When something 
 sends another one beside it, so both sides hear of a change at once. An open report whose connection ends tells the
 lighthouse that the agent is gone.
 
-An assignment holds numbers and addresses alone. What runs is what this host's command line says. All that the
-agent starts dies with it, so its next life (`HostReport.life`) begins without ranks.
+An assignment holds numbers and addresses alone. What runs is what this host's command line says. Ranks end with
+what has forked them: with the agent (`up`, Ray), or with its holder, which starts another agent for them. That
+goes on with the same life (`HostReport.life`), and a new life begins without ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from ft_hsdp.errors import (
     Retryable,
     one_line,
 )
+from ft_hsdp.launch.backend.held import KeptRank, Told
 from ft_hsdp.launch.backend.processes import kept_port
-from ft_hsdp.launch.backend.ranks import WHY, HeldRanks, LocalRanks
+from ft_hsdp.launch.backend.ranks import WHY, HeldRanks, LocalRanks, Watch
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.protocol import ProcessReport, SupervisorReply
 from ft_hsdp.train.identity import host_path
@@ -112,6 +114,25 @@ class HostAgent:
         self._starts: set[asyncio.Task[None]] = set()
         self._open: set[asyncio.Task[SupervisorReply]] = set()  # older reports without an answer
 
+    def resume(self, told: Told, watch: Watch) -> None:
+        """Go on for an earlier agent of this host, which a signal has ended.
+
+        Args:
+            told: What the holder has.
+            watch: Has it tell of a rank's end.
+        """
+        self._life, self._number = told.life, told.agents << 32
+        kept: dict[str, dict[int, KeptRank]] = {}
+        for pid, rank in told.ranks.items():
+            kept.setdefault(rank.incarnation, {})[pid] = rank
+        for name, ranks in kept.items():
+            held = HeldRanks(
+                ranks_of(name, self.name, ranks), self._ranks.file, self._run, self._changed.set, self._emit
+            )
+            self.held[name] = held
+            self._ranks.resume(held, self.name, ranks, watch)
+            self._say(f"{held.name} goes on" if held.living else f"{held.name} has ended meanwhile")
+
     async def run(self) -> int:
         """Report and carry out the answers until this host has no part in the job any more.
 
@@ -173,9 +194,10 @@ class HostAgent:
             if not asking.done():
                 self._leave_open(asking)
                 return
-            self._take(asking.result())
+            reply = asking.result()
             for each in report.ranks:
                 self.held[each.incarnation].reported = not each.living
+            self._take(reply)
             old = self._seen == report.seen and loop.time() - began < AGAIN_S
         except LighthouseUnreachable as error:
             problem = str(error)
@@ -253,6 +275,9 @@ class HostAgent:
                 held.kill()
             if held.over:
                 self._ranks.pool.settled(held.spec)
+            if held.kept and held.reported and not held.wanted:
+                held.kept = False
+                self._ranks.forks.forget([rank.pid for rank in held.ranks.values()])
         for each in reply.assigned:
             held = self.held.get(each.incarnation) or self._hold(each)
             held.assigned = each
@@ -321,6 +346,17 @@ class HostAgent:
             held.starting.clear()
             self._changed.set()
             held.wake()
+
+
+def ranks_of(incarnation: str, host: str, kept: Mapping[int, KeptRank]) -> AssignedRanks:
+    """Return what was assigned to a host that has ranks of an incarnation."""
+    rank = next(iter(kept.values()))
+    hosts = tuple(rank.assignment.get("hosts") or [host] * int(rank.env["WORLD_SIZE"]))
+    here = tuple(n for n, name in enumerate(hosts) if name == host)
+    master = address.join(rank.env["MASTER_ADDR"], int(rank.env["MASTER_PORT"]))
+    return AssignedRanks(
+        incarnation, here, hosts, master, fatal=tuple(map(tuple, rank.assignment.get("fatal", ())))
+    )
 
 
 def agent_path(config: Config, environment: Mapping[str, str], replica_id: int | None = None) -> str:

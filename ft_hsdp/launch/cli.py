@@ -106,7 +106,7 @@ def _main(argv: Sequence[str]) -> int:
     if unknown or (overrides and "config" not in args):
         hint = "; an override is one word: --dotted.key=value" if unknown and "config" in args else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown or overrides)}{hint}")
-    args.overrides = overrides
+    args.overrides, args.argv = overrides, argv
     try:
         return COMMANDS[args.command](args)
     except DAMAGED as error:
@@ -134,15 +134,25 @@ def _lighthouse(args: argparse.Namespace) -> int:
 
 
 def _replica(args: argparse.Namespace) -> int:
+    if args.holder is None and "RANK" not in os.environ:  # torchrun starts the ranks themselves
+        return _hold(args)
     from ft_hsdp.launch.host import replica
 
-    return replica(_config(args), args.replica, args.lighthouse)
+    return replica(_config(args), args.replica, args.lighthouse, args.holder)
 
 
 def _host(args: argparse.Namespace) -> int:
+    if args.holder is None:
+        return _hold(args)
     from ft_hsdp.launch.host import host
 
-    return host(_config(args), args.lighthouse)
+    return host(_config(args), args.lighthouse, args.holder)
+
+
+def _hold(args: argparse.Namespace) -> int:
+    from ft_hsdp.launch.holder import hold
+
+    return hold(args.argv)
 
 
 def _submit(args: argparse.Namespace) -> int:

@@ -21,18 +21,19 @@ from ft_hsdp.errors import (
 )
 from ft_hsdp.event_table import tell
 from ft_hsdp.launch.agent import HostAgent, agent_path
-from ft_hsdp.launch.backend.forkserver import PRELOAD, ForkServer
+from ft_hsdp.launch.backend.forkserver import PRELOAD
 from ft_hsdp.launch.backend.gpus import check_device, gpus_here
+from ft_hsdp.launch.backend.held import HeldForks
 from ft_hsdp.launch.backend.ranks import LocalRanks
 from ft_hsdp.launch.job import prepare_data, what_is_kept
 from ft_hsdp.launch.run.directory import JobFiles, Row, RunDir, Tailer, supervised, write_config
-from ft_hsdp.launch.standalone import alone, claimed, enter, note_end
+from ft_hsdp.launch.standalone import alone, claimed, enter, name_of_agent, note_end
 from ft_hsdp.lifetime import stop_signals
 
 INJECTIONS_S = 0.2  # between two reads of the log of injected failures
 
 
-def host(config: Config, url: str | None) -> int:
+def host(config: Config, url: str | None, holder: int) -> int:
     """Run the ranks that the lighthouse assigns to this machine, until the job has ended; return the exit code.
 
     Blocks.
@@ -40,6 +41,7 @@ def host(config: Config, url: str | None) -> int:
     Args:
         config: The job's configuration.
         url: The address of a lighthouse, or several after commas, as `replica` takes it.
+        holder: The descriptor of the socket to this process's holder.
 
     Raises:
         ConfigError: The address, the token or the configuration does not fit the job.
@@ -50,10 +52,10 @@ def host(config: Config, url: str | None) -> int:
     check_device(config, config.hosts.per_replica or 1)
     run, urls, claim = enter(config, url, config.timeouts.reach_s)
     prepare_data(config)
-    return claimed(claim, run, lambda claim: serve(config, run, urls, claim))
+    return claimed(claim, run, lambda claim: serve(config, run, urls, claim, holder))
 
 
-def replica(config: Config, replica_id: int, url: str | None = None) -> int:
+def replica(config: Config, replica_id: int, url: str | None, holder: int | None) -> int:
     """Run one replica of a job on this machine until it is done, and return the exit code. Blocks.
 
     Under torchrun (RANK is set) this process is one of its ranks, else the agent of a host for this replica alone.
@@ -63,6 +65,7 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
         replica_id: The replica.
         url: The address of a lighthouse, or several after commas. It needs FT_HSDP_TOKEN in the environment. None:
             as in the run directory.
+        holder: The descriptor of the socket to this process's holder; None under torchrun.
 
     Raises:
         ConfigError: The id, the address, the token or the configuration does not fit the job.
@@ -75,8 +78,7 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
             "--replica", replica_id, f"0 to {config.slots - 1} (there are {config.slots} replicas at most)"
         )
     config = stamped(config)
-    ranked = "RANK" in os.environ  # torchrun may have the other ranks of the replica on other machines
-    if not ranked:
+    if holder is not None:
         check_device(config)
         if (hosts := config.hosts.per_replica or 1) > 1:
             allowed = "1 where `replica` starts a whole replica; else start `host` on each of its machines"
@@ -84,17 +86,22 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun's restart: the job has begun
     run, urls, claim = enter(config, url, math.inf if again else config.timeouts.reach_s)
     prepare_data(config)
-    if ranked:
+    if holder is None:  # torchrun may have the other ranks of the replica on other machines
         from ft_hsdp.launch.backend import entry  # torch is only needed here
 
         code = int(entry.main(config, replica_id, run.path))
         note_end(run, replica_id, code)
         return code
-    return claimed(claim, run, lambda claim: serve(config, run, urls, claim, replica_id))
+    return claimed(claim, run, lambda claim: serve(config, run, urls, claim, holder, replica_id))
 
 
 async def serve(
-    config: Config, run: RunDir, urls: tuple[str, ...], claim: Claim, replica_id: int | None = None
+    config: Config,
+    run: RunDir,
+    urls: tuple[str, ...],
+    claim: Claim,
+    holder: int,
+    replica_id: int | None = None,
 ) -> int:
     """Be the agent of this machine, for one replica or for each, until the job has ended; return the exit code."""
 
@@ -106,48 +113,47 @@ async def serve(
     if config.hosts.spare:
         _say(f"hosts.spare: {config.hosts.spare} is not used here: a machine that no replica needs is spare")
     timeouts, goes_on = config.timeouts, "another one is started, the ranks go on"
-    forks = ForkServer(
-        run.path,
-        preload=(*PRELOAD, *config.preload),
-        boot_s=timeouts.boot_s,
-        spawn_s=timeouts.spawn_s,
-        lost=lambda pid, why: emit(supervised("ForkServerLost", f"{why}: {goes_on}", pid=pid)),
+    forks = await HeldForks.connect(
+        holder, lambda pid, why: emit(supervised("ForkServerLost", f"{why}: {goes_on}", pid=pid))
     )
     token, reply_s = secret.current(run.token), timeouts.evict_s / 3 + REPLY_S
     client = LighthouseClient(urls, token, tls.client(config.network), run.lighthouse, reply_s)
     reporter = Reporter("supervisor", client.tell)
     path, whole = agent_path(config, os.environ, replica_id), (config.hosts.per_replica or 1) == 1
     name = path.rpartition("/")[2]
-    with await alone(token, name, waits=replica_id is not None):
-        file = run.path / f"host-{name}.yaml"
-        write_config(file, config)  # only now: another process may have been this host
-        ranks = LocalRanks(
-            config,
-            run,
-            forks,
-            gpus=gpus_here(config, config.hosts.per_replica or 1),
-            file=file,
-            spares=run.path / f"spares-{name}" if replica_id is None else run.replica(replica_id) / "spares",
-            whole=whole,
-            emit=emit,
-        )
-        agent = HostAgent(config, run, ranks, client, path, replica=replica_id, emit=emit, say=_say)
-        await forks.start()  # a signal that comes meanwhile ends this process at once
-        for number in stop_signals():
-            asyncio.get_running_loop().add_signal_handler(number, agent.stop, number)
-        reporter.start()
-        beside = [asyncio.create_task(JobFiles(run).keep(claim, emit))]
-        if replica_id is not None:
-            beside.append(asyncio.create_task(_note_injections(run, replica_id, reporter)))
-        try:
-            return await agent.run()
-        finally:
-            for task in beside:
-                task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
-            await ranks.close()
-            await reporter.close()
-            await client.close()
+    await alone(name, lambda: forks.take_name(name_of_agent(token, name)), waits=replica_id is not None)
+    file = run.path / f"host-{name}.yaml"
+    write_config(file, config)  # only now: another process may have been this host
+    ranks = LocalRanks(
+        config,
+        run,
+        forks,
+        gpus=gpus_here(config, config.hosts.per_replica or 1),
+        file=file,
+        spares=run.path / f"spares-{name}" if replica_id is None else run.replica(replica_id) / "spares",
+        whole=whole,
+        emit=emit,
+    )
+    agent = HostAgent(config, run, ranks, client, path, replica=replica_id, emit=emit, say=_say)
+    agent.resume(forks.told, forks.watch)
+    # A signal that comes meanwhile ends this process at once.
+    await forks.start(run.path, (*PRELOAD, *config.preload), timeouts.boot_s, timeouts.spawn_s)
+    for number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(number, agent.stop, number)
+    await forks.ready()
+    reporter.start()
+    beside = [asyncio.create_task(JobFiles(run).keep(claim, emit))]
+    if replica_id is not None:
+        beside.append(asyncio.create_task(_note_injections(run, replica_id, reporter)))
+    try:
+        return await agent.run()
+    finally:
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+        await ranks.close()
+        await reporter.close()
+        await client.close()
 
 
 async def _note_injections(run: RunDir, replica_id: int, reporter: Reporter) -> None:

@@ -153,7 +153,7 @@ class LocalReplicas:
         self._run = run
         self._progress = progress
         self._emit = emit
-        forks = ForkServer(
+        self._forks = ForkServer(
             run.path,
             entry=entry,
             preload=preload,
@@ -161,7 +161,7 @@ class LocalReplicas:
             spawn_s=config.timeouts.spawn_s,
             lost=self._fork_server_lost,
         )
-        self._ranks = LocalRanks(config, run, forks, gpus=gpus_here(config), emit=emit)
+        self._ranks = LocalRanks(config, run, self._forks, gpus=gpus_here(config), emit=emit)
         self._agents: dict[str, HostAgent] = {}  # by host
         self._heard: set[str] = set()  # hosts that a lighthouse has answered
         self._reply: SupervisorReply | None = None  # the newest one
@@ -177,7 +177,7 @@ class LocalReplicas:
 
     async def open(self) -> None:
         """Start the fork server, which loads what ranks need. Raises Retryable."""
-        await self._ranks.forks.start()
+        await self._forks.start()
 
     async def run(self, urls: tuple[str, ...]) -> None:
         """Run the agents of all hosts until none has a part in the job any more."""

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -158,32 +158,31 @@ def note_end(run: RunDir, replica_id: int, code: int) -> None:
             said.write_text(f"{code} {host}\n")
 
 
-async def alone(token: str, name: str, *, waits: bool = False) -> socket.socket:
-    """Return a socket that one process of this machine has while it is the agent of a host of a job.
+def name_of_agent(token: str, host: str) -> str:
+    """Return the abstract name of a socket that one process of this machine has: the agent of a host of a job."""
+    return "ft_hsdp/host/" + protocol.mac(token, "host-agent", host)[:32]
 
-    Its name is abstract, so nothing is left of it.
+
+def another_agent(name: str) -> ConfigError:
+    """Return the error of a host whose name another agent has."""
+    return ConfigError("host", name, f"a host without an agent of this job; {HOST_VARIABLE} gives another name")
+
+
+async def alone(name: str, take: Callable[[], Awaitable[object]], *, waits: bool = False) -> None:
+    """Become the agent of a host of a job.
 
     Args:
-        token: Of the job.
         name: Of the host.
+        take: Takes the `name_of_agent`; nothing is returned if another process has it.
         waits: Stand by while another process has it, without an end.
 
     Raises:
         ConfigError: Another process has it.
     """
     told = False
-    while True:
-        mine = socket.socket(socket.AF_UNIX)
-        try:
-            mine.bind("\0ft_hsdp/host/" + protocol.mac(token, "host-agent", name)[:32])
-        except OSError:
-            mine.close()
-        else:
-            return mine
+    while not await take():
         if not waits:
-            raise ConfigError(
-                "host", name, f"a host without an agent of this job; {HOST_VARIABLE} gives another name"
-            )
+            raise another_agent(name)
         if not told:
             print(f"another process is {name}: this one stands by", file=sys.stderr)  # noqa: T201 - progress
         told = True

@@ -38,6 +38,9 @@ class Strict(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+HOLDER = 0  # the descriptor of one that nobody asks for anything here
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Strict) as server:
@@ -77,7 +80,7 @@ def test_nothing_is_written_before_the_lighthouse_has_taken_the_token(config, ur
         monkeypatch.setenv("FT_HSDP_TOKEN", secret)
         before = content(tmp_path)
         with pytest.raises(error, match=line):
-            host.replica(config, 0, where)
+            host.replica(config, 0, where, HOLDER)
         assert content(tmp_path) == before
 
     refused(GOOD, NOBODY, LighthouseUnreachable, "does not answer within")
@@ -85,18 +88,18 @@ def test_nothing_is_written_before_the_lighthouse_has_taken_the_token(config, ur
     refused(" ", url, ConfigError, "FT_HSDP_TOKEN: .*set and blank")
     assert not (tmp_path / "job").exists()
     monkeypatch.setenv("FT_HSDP_TOKEN", GOOD)
-    assert host.replica(config, 0, url) == 7
+    assert host.replica(config, 0, url, HOLDER) == 7
     run = RunDir(tmp_path / "job")
     assert (run.token.read_text(), read_json(run.lighthouse)["urls"]) == (GOOD, [url])
     made = content(tmp_path)
-    assert host.replica(config, 0, url) == 7
+    assert host.replica(config, 0, url, HOLDER) == 7
     assert content(tmp_path) == made, "all pods of a job may have one folder: it is not written again"
     refused(GOOD, NOBODY, LighthouseUnreachable, "does not answer within")
     refused("b" * 64, url, ConfigError, "FT_HSDP_TOKEN")
     monkeypatch.setenv("FT_HSDP_TOKEN", GOOD)
     for spoil in (Path.unlink, lambda f: f.write_text(""), lambda f: f.write_bytes(b"\xff" * 9)):
         spoil(run.token)
-        assert host.replica(config, 0, url) == 7
+        assert host.replica(config, 0, url, HOLDER) == 7
         assert run.token.read_text() == GOOD
 
 
@@ -106,10 +109,10 @@ def test_a_replica_of_another_job_leaves_a_run_that_lives_alone(config, url, tmp
     before = content(tmp_path)
     monkeypatch.setenv("FT_HSDP_TOKEN", GOOD)
     with pytest.raises(ConfigError, match=r"job\.name: .*job job has it since"):
-        host.replica(config, 0, url)
+        host.replica(config, 0, url, HOLDER)
     assert content(tmp_path) == before
     claim.release()
-    assert host.replica(config, 0, url) == 7, "its owner has ended"
+    assert host.replica(config, 0, url, HOLDER) == 7, "its owner has ended"
     assert len(list(tmp_path.glob("job.*Z"))) == 1
 
 
@@ -120,11 +123,11 @@ def test_an_edited_file_is_refused_and_does_not_replace_the_configuration(config
     SqliteStore(run.path / "lighthouse/store.sqlite").close()
     before, train = content(tmp_path), config.train.model_copy(update={"seed": 9})
     edited = config.model_copy(update={"train": train})
-    for begin in (lambda: host.replica(edited, 0), lambda: standalone.lighthouse(edited)):
+    for begin in (lambda: host.replica(edited, 0, None, HOLDER), lambda: standalone.lighthouse(edited)):
         with pytest.raises(ConfigError, match=r"train\.seed: got .*another job\.name is another run"):
             begin()
         assert content(tmp_path) == before
-    assert host.replica(config, 0) == 7
+    assert host.replica(config, 0, None, HOLDER) == 7
     assert content(tmp_path) == before, "nothing but what it starts is written"
 
 
@@ -183,5 +186,5 @@ def test_a_rank_of_torchrun_leaves_a_code_that_no_start_mends(
     for name, value in {"FT_HSDP_TOKEN": GOOD, "RANK": "3", "SLURMD_NODENAME": "node7"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(backend, "entry", SimpleNamespace(main=lambda *_: code), raising=False)
-    assert host.replica(there, 1, url) == code
+    assert host.replica(there, 1, url, None) == code
     assert {file.name: file.read_text() for file in folder.iterdir()} == ({"ended-3": left} if left else {})

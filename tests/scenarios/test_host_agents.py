@@ -14,20 +14,38 @@ from tests.support.scenarios.scenario_job import agents_of
 pytestmark = [needs_machines, pytest.mark.proof]
 
 
-@pytest.mark.parametrize("how", ["killed", "cut", "without its agent"])
+@pytest.mark.parametrize("how", ["killed", "cut", "without its holder"])
 def test_a_spare_machine_takes_the_place_of_a_lost_one(how: str, tmp_path: Path) -> None:
     with Rig(tmp_path, 6) as rig, JobOnHosts(rig, tmp_path, 2, 2) as job:
         spare, (stays, lost), other = job.spare(), job.hosts(1), job.hosts(0)
-        if how == "without its agent":
+        if how == "without its holder":
             job.supervisors.pop(lost.number).kill()
         else:
             job.lose(lost, cut=how == "cut")
         job.back(1, 2)
         assert (job.hosts(1), job.hosts(0)) == ([stays, spare], other)
         job.ended()
-        assert how != "without its agent" or lost.run("ls", "/dev/shm") == ""
+        assert how != "without its holder" or lost.run("ls", "/dev/shm") == ""
         assert all(0 in row["contributors"] for row in job.rows(0))
         assert len({row["incarnation"] for row in job.rows(0)}) == 1
+
+
+def test_ranks_go_on_when_their_agents_are_killed(tmp_path: Path) -> None:
+    """One of them dies with the rank of another machine: the next agent tells of it."""
+    with Rig(tmp_path, 3) as rig, JobOnHosts(rig, tmp_path, 2, 1) as job:
+        for machine in rig.machines[1:]:
+            old = job.agent(machine)
+            old.kill()
+            job.until(lambda old=old: not old.is_running(), "it is gone")
+        job.steps(4, "both train on")
+        assert [len(job.starts(replica)) for replica in (0, 1)] == [1, 1]
+        (far,) = job.hosts(1)
+        (rank,) = read_json(job.kept(far) / "replicas/1/processes.json")["ranks"]
+        job.agent(far).kill()
+        far.run("kill", "-9", str(rank["pid"]))
+        job.back(1, 2)
+        assert next(e["codes"] for e in job.told("ReplicaExited") if e["replica"] == 1) == {"0": -9}
+        job.ended()
 
 
 def test_a_lone_replica_goes_on_from_copies_with_a_spare_machine(tmp_path: Path) -> None:

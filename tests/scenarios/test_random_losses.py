@@ -50,7 +50,10 @@ class Losses(JobOnHosts):
 
     def lose_of(self, machine: Machine) -> Callable[[], object]:
         """Lose something of a machine; what brings it back."""
-        first, ways = self.machines[0], ["cut", "one way", "killed", "cut and killed", "agent", "stopped", "rank"]
+        first, ways = (
+            self.machines[0],
+            ["cut", "one way", "killed", "cut and killed", "holder", "agent", "stopped", "rank"],
+        )
         what = self.chance.choice(["cut", "killed"] if machine is first else ways)
         process = self.lighthouse if machine is first else self.supervisors[machine.number]
         print(f"step {self.newest(0)['step']}: {machine.name} {what}")
@@ -60,10 +63,12 @@ class Losses(JobOnHosts):
         if what == "one way":
             machine.cut(first)
             return lambda: machine.heal(first)
-        if what == "stopped":
-            (agent,) = psutil.Process(process.pid).children()
-            agent.suspend()
-            return agent.resume
+        if what in ("stopped", "agent"):
+            with contextlib.suppress(psutil.Error, ValueError):  # it is being started again
+                agent = self.agent(machine)
+                (agent.kill if what == "agent" else agent.suspend)()
+                return agent.resume
+            return lambda: None
         if what == "rank":
             for replica in range(self._replicas):
                 if machine in self.hosts(replica):
@@ -74,7 +79,7 @@ class Losses(JobOnHosts):
                     ):  # it has ended because of another loss
                         machine.run("kill", "-9", *pids)
             return lambda: None
-        if machine is first or what == "agent":
+        if machine is first or what == "holder":
             process.kill()
             process.wait()
             return lambda: self.lighthouse_again(PORT) if machine is first else self.join(machine)

@@ -7,6 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 from ft_hsdp import address
 from ft_hsdp.config import load
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json, read_jsonl
@@ -148,6 +150,12 @@ class JobOnHosts(JobOnMachines):
         self._at[name := f"host{machine.number}"] = machine
         command = [str(ROOT / "launcher.py"), "host", str(self._config), *self._lighthouse]
         self.supervisors[machine.number] = self._start(name, command)
+
+    def agent(self, machine: Machine) -> psutil.Process:
+        """The agent of a machine, which its holder has started."""
+        below = psutil.Process(self.supervisors[machine.number].pid).children(recursive=True)
+        (found,) = [each for each in below if "--holder" in each.cmdline()]
+        return found
 
     def lose(self, machine: Machine, *, cut: bool) -> None:
         machine.lose(cut=cut)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,6 +37,34 @@ class ReplicaSpec:
     @property
     def name(self) -> str:
         return str(IncarnationId(self.replica, self.run_id, self.restarts))
+
+
+class Forks(Protocol):
+    """Forks ranks: the fork server of this process (`ForkServer`), or that of its holder (`HeldForks`)."""
+
+    async def spawn(
+        self,
+        *,
+        env: Mapping[str, str],
+        config: Path,
+        log: Path,
+        on_exit: Callable[[int, int], None],
+        assignment: Mapping[str, Any] | None = None,
+        on_warm: Callable[[int], None] = lambda _: None,
+    ) -> int:
+        """Fork a rank and return its pid, as `ForkServer.spawn` has it. Raises Retryable."""
+
+    def assign(self, pid: int, assignment: Mapping[str, Any]) -> None:
+        """Send a waiting rank its incarnation."""
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal to a rank, if it runs."""
+
+    def forget(self, pids: Sequence[int]) -> None:
+        """Forget ranks that have ended: the lighthouse knows how."""
+
+    async def close(self) -> None:
+        """End all ranks, or leave that to the holder."""
 
 
 class WorkerProcess(Protocol):

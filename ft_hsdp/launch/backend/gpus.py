@@ -80,6 +80,13 @@ class GpuShares:
         self._ranks.update(chosen)
         return chosen
 
+    def hold(self, environment: Mapping[str, str]) -> str:
+        """Note that a rank runs, and return the GPU that it uses, as its environment has it; "": none."""
+        named = environment.get(VISIBLE, "").split(",") if self._gpus else [""]
+        gpu = named[int(environment["LOCAL_RANK"])] if len(named) > 1 else named[0]
+        self._ranks[gpu] += 1
+        return gpu
+
     def leave(self, gpu: str) -> None:
         """Let others have the GPU of a rank that has exited."""
         self._ranks[gpu] -= 1

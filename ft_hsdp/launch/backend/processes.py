@@ -100,6 +100,20 @@ def kept_port(host: str) -> socket.socket:
     raise OSError(errno.EADDRINUSE, f"no port is free at {host}")
 
 
+def take_name(name: str) -> socket.socket | None:
+    """Return a socket with an abstract name, which no other process has meanwhile; None: one has it.
+
+    Nothing is left of the name when the socket is closed.
+    """
+    mine = socket.socket(socket.AF_UNIX)
+    try:
+        mine.bind(f"\0{name}")
+    except OSError:
+        mine.close()
+        return None
+    return mine
+
+
 def last_line(log: Path) -> str:
     """Return the last line of a log that is not empty, without what is not printable; "" if there is none."""
     try:

@@ -10,7 +10,7 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ft_hsdp.launch.backend.base import (
     COLD,
     WARM,
     WARMING,
+    Forks,
     RankProcess,
     ReplicaSpec,
     WorkerGroup,
@@ -35,14 +36,16 @@ from ft_hsdp.launch.backend.base import (
     assignment,
     exit_line,
 )
-from ft_hsdp.launch.backend.forkserver import ForkServer
+from ft_hsdp.launch.backend.forkserver import OnExit
 from ft_hsdp.launch.backend.gpus import GpuShares
+from ft_hsdp.launch.backend.held import KeptRank
 from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port, stands_still
 from ft_hsdp.launch.backend.spares import SparePool
 from ft_hsdp.launch.progress import Changes
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json, supervised, write_json_later
 
 WHY = 400  # characters of a reason in a report
+Watch = Callable[[int, OnExit], None]
 FED_BYTES = 4096  # of the end of a log of what was fed
 
 
@@ -51,7 +54,7 @@ class Forked:
     """A rank that the fork server started; a `WorkerProcess`."""
 
     pid: int
-    server: ForkServer
+    server: Forks
     machine: str
     host: str
 
@@ -97,6 +100,7 @@ class HeldRanks(Changes):
         self.began = time.monotonic()
         self.wanted = True  # the newest assignment has it
         self.reported = False  # the lighthouse knows how all its ranks have ended
+        self.kept = True  # so does the holder, for another agent of this host
         self.starting = set(assigned.ranks)  # ranks without a process, until all are started
         self.how = ""  # they were started; "": not all of them are
         self.failed = ""
@@ -235,7 +239,7 @@ class LocalRanks:
         self,
         config: Config,
         run: RunDir,
-        forks: ForkServer,
+        forks: Forks,
         *,
         gpus: Sequence[str] = (),
         file: Path | None = None,
@@ -249,7 +253,7 @@ class LocalRanks:
         Args:
             config: The job's configuration.
             run: The run's directory.
-            forks: From which ranks are forked; `close` closes it.
+            forks: Forks ranks; `close` closes it.
             gpus: On which ranks compute; (): on the CPU.
             file: The YAML file that ranks load; None: that of the run.
             spares: The folder of the spares' files; None: that of the run.
@@ -312,6 +316,35 @@ class LocalRanks:
             group.processes[rank] = self._forked(process.pid, host)
         group.given(held, assigned.ranks)
 
+    def resume(self, held: HeldRanks, host: str, kept: Mapping[int, KeptRank], watch: Watch) -> None:
+        """Take over the ranks of an incarnation that an earlier agent of this host has started.
+
+        Args:
+            held: It hears of the ranks, and how they ended, also before. They are killed if some were not started.
+            host: The name of the host.
+            kept: What the holder has of each, by pid.
+            watch: Has the holder tell of a rank's end.
+        """
+        group = WorkerGroup(held.spec.size, held.spec.config, held.spec)
+        group.given(held)
+        self._newest[held.replica] = group, [held]
+        for pid, rank in kept.items():
+            number, process = int(rank.env["RANK"]), self._forked(pid, host)
+            held.how = WARM if rank.spare else COLD
+            group.started(number, process)
+            held.ranks[number].killed = rank.killed
+            if rank.code is None:
+                gpu = self._gpus.hold(rank.env)
+                watch(pid, self._ended(group, number, host, gpu))
+        if held.starting:
+            held.failed = "the agent of its host ended while it started them"
+            held.starting.clear()
+            held.kill()
+        for pid, rank in kept.items():
+            if rank.code is not None:
+                group.exited(int(rank.env["RANK"]), self._forked(pid, host), rank.code)
+        held.write()
+
     async def close(self) -> None:
         """End all ranks and spares."""
         await self.pool.close()
@@ -334,7 +367,7 @@ class LocalRanks:
     ) -> None:
         """Start ranks of a group, of an incarnation or of a spare, until one ends or has to."""
         chosen = self._gpus.take(len(ranks))
-        gpu_of, left = dict(enumerate(chosen)), dict(enumerate(chosen))  # left: of ranks that were not started
+        left = dict(enumerate(chosen))  # of ranks that were not started
         host, port = address.split(master)
         shared = {
             **ONE_THREAD,
@@ -349,17 +382,12 @@ class LocalRanks:
             for local, rank in enumerate(ranks):
                 if group.gone or (held is not None and (held.dropped or held.leaving)):
                     break
-
-                def exited(pid: int, code: int, local: int = local, rank: int = rank) -> None:
-                    if local in gpu_of:
-                        self._gpus.leave(gpu_of[local])
-                    group.exited(rank, self._forked(pid, name), code)
-
+                gpu = chosen[local] if chosen else ""
                 pid = await self.forks.spawn(
                     env={**shared, "RANK": str(rank), "LOCAL_RANK": str(local)},
                     config=group.config,
                     log=self.pool.log(group, rank) if spec is None else self._run.rank_log(spec.replica, rank),
-                    on_exit=exited,
+                    on_exit=self._ended(group, rank, name, gpu),
                     assignment=None if spec is None else assignment(spec, rank, self._run, *hosts),
                     on_warm=lambda _, rank=rank: group.warm(rank),  # type: ignore[misc]
                 )
@@ -368,6 +396,15 @@ class LocalRanks:
         finally:
             for gpu in left.values():
                 self._gpus.leave(gpu)
+
+    def _ended(self, group: WorkerGroup, rank: int, host: str, gpu: str) -> OnExit:
+        """Return what takes the exit of a rank, which has used a GPU."""
+
+        def exited(pid: int, code: int) -> None:
+            self._gpus.leave(gpu)
+            group.exited(rank, self._forked(pid, host), code)
+
+        return exited
 
     def _forked(self, pid: int, host: str) -> Forked:
         return Forked(pid, self.forks, socket.gethostname(), host)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
 import re
@@ -11,11 +10,12 @@ from importlib import metadata
 from pathlib import Path
 
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.backend.processes import take_name
 from ft_hsdp.launch.doctor.host import gib, weights
 from ft_hsdp.launch.doctor.network import tokens
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
 from ft_hsdp.launch.run.directory import alive, read_json, run_of
-from ft_hsdp.launch.standalone import alone
+from ft_hsdp.launch.standalone import another_agent, name_of_agent
 from ft_hsdp.mounts import Ability, existing, mount_of, need
 from ft_hsdp.train.identity import host_name
 
@@ -72,7 +72,10 @@ def name(subject: Subject) -> str:
     """Check that no running job has the name, and no other agent that of this host if the lighthouse is there."""
     run = run_of(subject.config)
     if subject.lighthouses and (known := tokens(subject)):
-        asyncio.run(alone(known[0], host_name(os.environ))).close()
+        host = host_name(os.environ)
+        if (free := take_name(name_of_agent(known[0], host))) is None:
+            raise another_agent(host)
+        free.close()
     for file in (run.supervisor,) if subject.lighthouses else (run.supervisor, run.lighthouse):
         named = read_json(file)
         if alive(named):

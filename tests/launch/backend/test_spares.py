@@ -55,10 +55,10 @@ class World:
     def __init__(self, run: RunDir, spares: int = 1, hosts: int = 1, gpus: Sequence[str] = ()) -> None:
         self.run, self.hosts = run, hosts
         self.events: list[Row] = []
-        forks = ForkServer(run.path, entry="tests.support.launch.standin:main", preload=(), lost=self._lost)
+        self.forks = ForkServer(run.path, entry="tests.support.launch.standin:main", preload=(), lost=self._lost)
         job = {"ranks_per_replica": 2, "spares": 2 * spares, "hosts": {"per_replica": hosts}}
         config = parse({**job, "timeouts": {"stop_s": 0.1}})
-        self.ranks = LocalRanks(config, run, forks, gpus=gpus, emit=self.events.append)
+        self.ranks = LocalRanks(config, run, self.forks, gpus=gpus, emit=self.events.append)
 
     def _lost(self, pid: int, why: str) -> None:
         self.events.append({"event": "ForkServerLost", "pid": pid, "reason": why})
@@ -202,11 +202,11 @@ async def test_when_the_fork_server_dies_its_spares_stay_and_can_be_called(run_d
     async with World(run_dir).running() as world:
         await world.start(0)
         pids = await world.ready()
-        server = world.ranks.forks.pid
+        server = world.forks.pid
         assert server is not None
         os.kill(server, signal.SIGKILL)
         await async_until(lambda: world.named("ForkServerLost"), "the event")
-        await async_until(lambda: world.ranks.forks.pid not in (None, server), "another server")
+        await async_until(lambda: world.forks.pid not in (None, server), "another server")
         assert not world.named("SpareLost")
         assert await world.ready() == pids
         how, promoted = await world.start(1)

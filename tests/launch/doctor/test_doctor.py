@@ -1,4 +1,3 @@
-import asyncio
 import json
 import os
 import re
@@ -12,11 +11,12 @@ from typing import Any
 import pytest
 
 from ft_hsdp.config import parse
+from ft_hsdp.launch.backend.processes import take_name
 from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.doctor import CHECKS, Bad, CheckState, Finding, Subject, Undecided, examine
 from ft_hsdp.launch.doctor.checks import Check
 from ft_hsdp.launch.run.directory import RunDir, identity, write_json
-from ft_hsdp.launch.standalone import alone
+from ft_hsdp.launch.standalone import name_of_agent
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.train.identity import host_name
 from tests.support.launch.launch_helpers import DEADLINE_S
@@ -183,7 +183,9 @@ def test_an_unknown_token_and_the_name_of_another_agent_fail(elsewhere: str, mon
     monkeypatch.setenv(TOKEN_VARIABLE, "5e" * 16)
     subject = Subject(parse({}), (elsewhere,))
     assert TOKEN_VARIABLE in found("lighthouse", subject).text
-    with asyncio.run(alone("5e" * 16, host_name(os.environ))):
+    taken = take_name(name_of_agent("5e" * 16, host_name(os.environ)))
+    assert taken is not None
+    with taken:
         assert not found("name", subject).ok
 
 
