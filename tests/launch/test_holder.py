@@ -122,8 +122,16 @@ async def test_ranks_that_were_not_all_started_end_and_so_does_a_spare(held: Hel
     spares = []
     for rank, assigned in ((0, None), (1, {"replica": 0, "run_id": "a", "restarts": 0, "log": os.devnull})):
         env = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
-        about = {"config": scene.ranks.file, "log": run_dir.path / "log", "on_exit": lambda *_: None}
-        spares.append(await held.forks.spawn(env=env, assignment=assigned, **about))
+        log, ended = run_dir.path / "log", list[int]()
+        spares.append(
+            await held.forks.spawn(
+                env=env,
+                assignment=assigned,
+                config=scene.ranks.file,
+                log=log,
+                on_exit=lambda pid, _, ended=ended: ended.append(pid),  # type: ignore[misc]
+            )
+        )
     await held.lose_agent()
     scene = await held.agent()
     said = await scene.reported("0-a-0", (), (1, -signal.SIGKILL, True))

@@ -37,7 +37,7 @@ class Scene:
         """Begin, or go on with the same lighthouse as another agent ``before``."""
         self.run, self.reports, self.down, self.open = run, list[HostReport](), False, 0
         self.events = list[Row]()
-        self._reply = SupervisorReply(0, 0, False, seen="0") if before is None else before._reply
+        self.reply = SupervisorReply(0, 0, False, seen="0") if before is None else before.reply
         self._changed = asyncio.Event()
         job = {"name": "job", "runs_dir": str(run.path.parent)}
         config = parse({"job": job, "timeouts": {"stop_s": 1.0}, **settings})
@@ -69,22 +69,22 @@ class Scene:
         self.reports.append(report)
         self.open += 1
         try:
-            while report.seen == self._reply.seen:
+            while report.seen == self.reply.seen:
                 await self._changed.wait()
         finally:
             self.open -= 1
-        return httpx.Response(200, content=protocol.encode(self._reply))
+        return httpx.Response(200, content=protocol.encode(self.reply))
 
     def answers(self, *assigned: AssignedRanks, **more: Any) -> None:
-        seen = str(int(self._reply.seen) + 1)
-        self._reply = SupervisorReply(0, 0, **{"finished": False, **more}, assigned=assigned, seen=seen)
+        seen = str(int(self.reply.seen) + 1)
+        self.reply = SupervisorReply(0, 0, **{"finished": False, **more}, assigned=assigned, seen=seen)
         self._changed.set()
         self._changed = asyncio.Event()
 
     @property
     def number(self) -> int:
         """Of the newest answer."""
-        return int(self._reply.seen)
+        return int(self.reply.seen)
 
     def assigned(self, name: str, *ranks: int, of: int = 2, **more: Any) -> AssignedRanks:
         return AssignedRanks(name, ranks, ("h",) * of, self.reports[-1].address, **more)
