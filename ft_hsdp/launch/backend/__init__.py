@@ -6,6 +6,7 @@ Read the modules in this order:
     base        the processes of one incarnation, or of a spare
     spares      groups that are warm, and wait to be assigned; gpus: which GPUs ranks use
     forkserver  the agent's side of the fork server
+    held        the same where the agent has a holder, in whose process the fork server's side is
     zygote      the fork server: the preloaded process from which ranks are forked
     entry       what runs in each rank: the trainer, or the user's script or function
     children    ranks as children of the agent's process: signals, exits, adoption; rank_end: why a rank ended
