@@ -21,6 +21,7 @@ from tests.support.launch.launch_rows import event
 
 HOST = socket.gethostname()
 ROOT = Path(__file__).parents[2]
+HELD = ("--holder", "0")  # as the child of a holder, which writes where the test reads
 
 
 @pytest.fixture
@@ -49,8 +50,12 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["up", "c.yaml", "--network.port=PORT"], 64, "network.port: got"),
         (["doctor", "none.yaml"], 64, "config file"),
         (["replica", "c.yaml"], 64, "--replica"),
-        (["replica", "c.yaml", "--replica", "9"], 64, "--replica: got 9; allowed: 0 to 2"),
-        (["replica", "c.yaml", "--replica", "0", "--lighthouse", "http://127.0.0.1:1"], 64, "FT_HSDP_TOKEN"),
+        (["replica", "c.yaml", "--replica", "9", *HELD], 64, "--replica: got 9; allowed: 0 to 2"),
+        (
+            ["replica", "c.yaml", "--replica", "0", "--lighthouse", "http://127.0.0.1:1", *HELD],
+            64,
+            "FT_HSDP_TOKEN",
+        ),
         (["status"], 69, "no job runs"),
         (["status", "--run", "none"], 64, "run: got 'none'"),
         (["status", "--x=1"], 64, "unrecognized arguments: --x=1"),
@@ -122,10 +127,10 @@ def test_help_needs_no_torch_and_no_numpy() -> None:
 
 def test_an_unreachable_lighthouse_is_69_with_one_line(config, capsys, monkeypatch) -> None:
     soon = "--timeouts.reach_s=0.2"
-    assert main(["replica", config, "--replica", "0", soon]) == 69
+    assert main(["replica", config, "--replica", "0", soon, *HELD]) == 69
     assert "ft-hsdp lighthouse" in capsys.readouterr().err
     monkeypatch.setenv("FT_HSDP_TOKEN", "ab" * 32)
-    assert main(["replica", config, "--replica", "0", "--lighthouse", "http://127.0.0.1:1", soon]) == 69
+    assert main(["replica", config, "--replica", "0", "--lighthouse", "http://127.0.0.1:1", soon, *HELD]) == 69
     err = capsys.readouterr().err
     assert "http://127.0.0.1:1" in err
     assert len(err.splitlines()) == 1
