@@ -14,7 +14,7 @@ import pytest
 
 from ft_hsdp.launch.run.directory import read_json
 from tests.ray.test_ray_submit import audit
-from tests.support.launch.ray_cluster import SLOW, SMALL, Cluster, Job, command
+from tests.support.launch.ray_cluster import SMALL, Cluster, Job, command
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
@@ -52,52 +52,6 @@ def test_places(tmp_path: Path) -> None:
         assert set(done) == {"0", "1"}
         assert len({r["digest"] for r in done.values()}) == 1
         nothing_is_left(cluster)
-
-        (tmp_path / "spread").mkdir()
-        with Job(
-            cluster,
-            tmp_path / "spread",
-            150,
-            program=SLOW,
-            replicas=2,
-            ranks_per_replica=2,
-            ray__strategy="SPREAD",
-        ) as job:
-            job.until(lambda: job.contribute(0, 1), "the first steps")
-            groups = {g["name"]: set(g["nodes"]) for g in cluster.ask()["groups"]}
-            assert groups == {"ft_hsdp-job-0": {a, b}, "ft_hsdp-job-1": {a, b}}
-            cluster.remove(b)  # a rank of each is gone, and so each as a whole
-            job.until(lambda: len(job.events("ReplicaExited")) == 2, "the loss of both")
-            cluster.add(2)
-            job.until(lambda: len(job.events("ReplicaStarted")) == 4 and job.contribute(0, 1), "both elsewhere")
-            job.hurry()
-            audit(job.end(), 150)
-        nothing_is_left(cluster)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-def test_a_replica_that_is_scaled_away_gives_its_place_to_another(tmp_path: Path) -> None:
-    """And takes another one when it is wanted again."""
-    with Cluster() as cluster:
-        cluster.add(1, 1, 1)
-        with Job(cluster, tmp_path, 300, program=SLOW, replicas=3, timeouts__place_s=60.0) as job:
-            job.until(lambda: job.contribute(0, 1, 2), "the start")
-            scaled = command(cluster, "scale", str(job.run), "2")
-            assert scaled.returncode == 0, scaled.stderr
-            job.until(lambda: job.contribute(0, 1), "two replicas")
-            job.until(lambda: len(cluster.ask()["groups"]) == 2, "the place that is given back")
-            cluster.remove(job.node_of(1))
-            job.until(lambda: len(job.events("ReplicaStarted", replica=1)) == 2, "the move")
-            job.until(lambda: job.contribute(0, 1), "both again")
-            assert not job.events("ReplicaUnplaced")
-            cluster.add(1)
-            assert command(cluster, "scale", str(job.run), "3").returncode == 0
-            job.until(lambda: job.contribute(0, 1, 2), "all three")
-            job.hurry()
-            summary = job.end()
-        nothing_is_left(cluster)
-    audit(summary, 300)
 
 
 @pytest.mark.soak
@@ -209,6 +163,3 @@ def stopped_in_peace(cluster: Cluster, words: list[str], folder: Path) -> None:
         finally:
             client.kill()
     assert read_json(run / "summary.json")["steps"] > 0
-
-
-# A job on a real Ray cluster with a warm spare: a replica whose node is lost goes on as that.

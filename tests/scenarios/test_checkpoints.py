@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 
 from ft_hsdp.core.state_id import SLICES
-from ft_hsdp.event_table import tell
-from ft_hsdp.launch.run.directory import RunDir
-from ft_hsdp.launch.run.status import status
 from ft_hsdp.mounts import Ability
 from ft_hsdp.state.checkpoint import catalog
 from tests.support.os_faults import MODULE, POOR
-from tests.support.scenarios.scenario_job import Job, check, own_disk
+from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = pytest.mark.proof
 
@@ -180,44 +177,3 @@ def test_the_final_state_is_written_all_the_same(tmp_path: Path, replicas: int) 
     steps, started = written(tmp_path, replicas, 0, WRITER_STEPS)
     assert steps == [EVERY, WRITER_STEPS]
     assert len([e for e in started if e["step"] == WRITER_STEPS]) >= 2, "its writer did not die"
-
-
-# The disk of the run directory is full while a job trains: it costs lines, which are told, and nothing else.
-
-
-SMALL = 'mount -t tmpfs -o size=24m small "$1"'
-
-
-def fill(file: Path) -> None:
-    """Take all the space that there is."""
-    with file.open("wb", buffering=0) as filler:
-        for size in (1 << 20, 1 << 12, 1):
-            try:
-                while filler.write(b"x" * size) == size:
-                    pass
-            except OSError:
-                pass
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
-def test_training_goes_on_and_what_the_logs_lack_is_told(tmp_path: Path) -> None:
-    steps = 90
-    with own_disk(tmp_path / "runs", SMALL) as holder, Job(tmp_path, steps, holder) as job:
-
-        def step() -> int:
-            """The newest step, as the lighthouse knows it: no file can tell it."""
-            return int(status(RunDir(job.run))["step"])
-
-        filler = job.run.parent / "filler"
-        job.until(lambda: job.step() >= 10, "step 10")
-        fill(filler)
-        full_at = step()
-        job.until(lambda: step() >= full_at + 50, "the job goes on")
-        filler.unlink()
-        summary = job.end()
-        check(summary, steps)
-        assert {r["incarnations"] for r in summary["replicas"].values()} == {1}, "somebody was restarted"
-        lost = job.events("LogLinesLost", file="fed.jsonl", source="replica")
-        assert lost, "nobody told what the logs lack"
-        assert "its disk was full" in tell(lost[0])
-        assert summary["batches"]["unlogged"] > 0

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import socket
-import sys
 from pathlib import Path
 
 import psutil
@@ -14,20 +12,12 @@ from tests.support.machines import Machine, Rig, needs_machines
 from tests.support.machines_job import JobOnMachines
 from tests.support.waiting import until
 
-SERVE = """
-import socket
-with socket.create_server(("::", 4000), family=socket.AF_INET6, dualstack_ipv6=True) as server:
-    print("listens", flush=True)
-    peer = server.accept()[0]
-    while data := peer.recv(9):
-        peer.sendall(data)
-"""
 OWN = ("/dev/shm/mine", "/run/mine", "/tmp/mine")
 
 
 @needs_machines
-@pytest.mark.parametrize(("cut", "v6"), [(False, False), (True, True)])
-def test_a_machine_has_its_own_of_all_and_nothing_is_left_of_it(cut: bool, v6: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("v6", [False, True])
+def test_a_machine_has_its_own_of_all_and_nothing_is_left_of_it(v6: bool, tmp_path: Path) -> None:
     outside = psutil.net_if_addrs().keys()
     with contextlib.suppress(ZeroDivisionError), Rig(tmp_path, 2, v6=v6, shared="shared") as rig:
         one, two = rig.machines
@@ -39,24 +29,9 @@ def test_a_machine_has_its_own_of_all_and_nothing_is_left_of_it(cut: bool, v6: b
         assert [path for path in (*OWN, two.tmp / "mine") if Path(path).exists()] == []
         assert ((one.tmp / "mine").exists(), (tmp_path / "shared/ours").exists()) == (True, True)
         assert [len(m.run("cat", "/proc/sysvipc/shm").splitlines()) for m in (one, two)] == [2, 1]  # with a title
-        server = two.start("server", [sys.executable, "-c", SERVE])
-        until(lambda: "listens" in (two.tmp / "server.log").read_text())
-        with one.within(lambda: socket.create_connection((two.address, 4000), 30)) as client:
-            for said, plug, to in ((b"1", one, None), (b"2", two, None), (b"3", one, two), (b"4", two, one)):
-                plug.cut(to)
-                client.sendall(said)
-                nothing_comes(client)
-                plug.heal(to)
-                assert client.recv(1) == said
-            two.lose(cut=cut)
-            assert server.wait(30) != 0
-            if cut:
-                nothing_comes(client)
-            else:
-                assert client.recv(1) == b"", "its kernel said that the connection has ended"
+        two.lose()
         two.boot()
         assert next(filter(str.isdecimal, two.run("ls", "/proc").split())) == "1"
-        assert (two.tmp / "server.log").read_text() == two.run("cat", "server.log") == "listens\n"
         one.start("more", ["sleep", "600"])
         inside = until(lambda: found if len(found := list(rig.processes())) == 3 else [])
         raise ZeroDivisionError  # a test that fails
@@ -64,13 +39,6 @@ def test_a_machine_has_its_own_of_all_and_nothing_is_left_of_it(cut: bool, v6: b
     assert not [name for name in os.listdir("/run/netns") if name.startswith(f"ft-hsdp-{os.getpid()}-")]
     assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
     assert outside == psutil.net_if_addrs().keys()
-
-
-def nothing_comes(client: socket.socket) -> None:
-    client.settimeout(0.2)
-    with pytest.raises(TimeoutError):
-        client.recv(1)
-    client.settimeout(30)
 
 
 LEASE_S = 2.0

@@ -48,14 +48,6 @@ def contributed(job: Job, since: int, *widths: int) -> bool:
     return tuple(sorted(widths)) in both
 
 
-def stopped(job: Job, replica: int, rank: int) -> bool:
-    pid = job.pid(replica, rank)
-    try:
-        return pid is not None and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
-
-
 def stands_in_its_fetch(replica: int, rank: int) -> dict[str, Any]:
     """The second life of a rank stops as a part of the state has arrived."""
     point = {"replicas": [replica], "rank": rank, "life": 1, "step": 0, "signal": "STOP"}
@@ -76,7 +68,7 @@ def test_a_replica_loses_another_host_while_it_fetches(tmp_path: Path) -> None:
     with job_of(tmp_path, 40, 2, 2, 1, **{"hosts.spare": 1}, **stands_in_its_fetch(1, 1)) as job:
         job.until(lambda: job.step() >= 3, "step 3")
         lose(job, 1, "r1h1")
-        job.until(lambda: stopped(job, 1, 1), "it fetches on the spare host")
+        job.until(lambda: job.stopped(1, 1), "it fetches on the spare host")
         spare = lose(job, 1, "s0")
         job.until(lambda: job.events("Shrunk"), "fewer ranks")
         spare.lifted("it is back")
@@ -94,7 +86,7 @@ def test_the_number_of_ranks_of_a_donor_changes_while_another_replica_is_behind(
     with job_of(tmp_path, 100, 2, 4, 2, **settings) as job:
         job.until(lambda: job.step() >= 3, "step 3")
         job.signal(1, 3, signal.SIGKILL)
-        job.until(lambda: stopped(job, 1, 0), "it fetches")
+        job.until(lambda: job.stopped(1, 0), "it fetches")
         behind = job.pid(1, 0)
         assert behind is not None
         host = lose(job, 0, "r0h3")
