@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -99,11 +99,8 @@ def read(
 
 @contextmanager
 def served(source: Any, token: str = TOKEN) -> Iterator[str]:
-    server = StateServer("127.0.0.1", 0, source, token)
-    try:
+    with closing(StateServer("127.0.0.1", 0, source, token)) as server:
         yield server.address
-    finally:
-        server.close()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import pytest
 
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent.shard import Owner
-from ft_hsdp.state.agent.slots import MAX_SLOTS
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.shared_memory import ServedSnapshot
 from ft_hsdp.state.transfer import shard_manifest
@@ -41,35 +40,6 @@ def write(holdings: SnapshotStore, step: int) -> int | None:
 def read(served: ServedSnapshot | None) -> bytes:
     assert served is not None
     return shared_memory.attach(served.fd, served.nbytes, writable=False).tobytes()
-
-
-def test_two_slots_are_ready_before_the_first_staging(holdings: SnapshotStore):
-    holdings.prepare(SHARD)
-    assert len(holdings.slots(SHARD)) == 2
-    for step in range(6):
-        write(holdings, step)
-    assert len(holdings.slots(SHARD)) == 2
-
-
-def test_what_is_borrowed_does_not_change_and_holds_nobody_up(holdings: SnapshotStore):
-    borrowed = []
-    for step in range(MAX_SLOTS):
-        assert write(holdings, step) is not None
-        borrowed.append(holdings.borrow(state(step), RANK))
-    assert write(holdings, 9) is None
-    assert holdings.busy_reason(SHARD).startswith("all slots")
-    for step, served in enumerate(borrowed):
-        assert read(served) == content(step, RANK, NBYTES).tobytes()
-        assert served is not None
-        assert shard_manifest.decode(served.manifest).state == state(step)
-        assert shard_manifest.digest(served.manifest) == served.digest
-    assert borrowed[0] is not None
-    holdings.give_back(borrowed[0])
-    assert write(holdings, 9) is not None
-    assert holdings.borrow(state(0), RANK) is None
-    for served in borrowed[1:]:
-        assert served is not None
-        holdings.give_back(served)
 
 
 def test_a_dead_rank_leaves_its_slots_and_a_living_one_takes_the_one_it_writes_along(holdings: SnapshotStore):

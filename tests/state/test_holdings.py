@@ -2,6 +2,7 @@ import json
 import socket
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -82,15 +83,12 @@ def test_all_are_asked_at_once_and_the_gone_the_silent_and_strangers_are_left_ou
 
 
 def test_nobody_is_waited_for_once_the_answers_are_enough() -> None:
-    server = StateServer("127.0.0.1", 0, Listed(ROW), TOKEN)
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            addresses = [server.address, f"127.0.0.1:{silent.getsockname()[1]}"]
-            began = time.monotonic()
-            assert ask_held(addresses, TOKEN, 600.0, lambda *_: True) == {server.address: (ROW,)}
-            assert time.monotonic() - began < 300.0
-    finally:
-        server.close()
+    silence = socket.create_server(("127.0.0.1", 0))
+    with closing(StateServer("127.0.0.1", 0, Listed(ROW), TOKEN)) as server, silence as silent:
+        addresses = [server.address, f"127.0.0.1:{silent.getsockname()[1]}"]
+        began = time.monotonic()
+        assert ask_held(addresses, TOKEN, 600.0, lambda *_: True) == {server.address: (ROW,)}
+        assert time.monotonic() - began < 300.0
 
 
 def many(count: int) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -176,14 +177,11 @@ class Liar(InMemorySnapshots):
 
 def test_who_serves_other_rows_is_not_believed(serving: Make) -> None:
     """Rank 3 of 4 has fewer rows than rank 2: its shard is not cut as it says."""
-    server = StateServer("127.0.0.1", 0, Liar(tells=3), TOKEN)
     rejected: list[str] = []
-    try:
+    with closing(StateServer("127.0.0.1", 0, Liar(tells=3), TOKEN)) as server:
         donors = {**at(serving(4, 0, 1, 2)), 3: [Donor(5, server.address)]}
         with pytest.raises(NotFetched):
             take(4, donors, 3, 2, lambda _, __, why: rejected.append(why))
-    finally:
-        server.close()
     assert any("answered 400: param embed" in why for why in rejected), rejected
 
 
@@ -247,11 +245,8 @@ def test_what_is_cut_otherwise_has_no_parts(serving: Make) -> None:
     made = replace(manifest(4, 1), tensors=(place.tensors[0], odd, *place.tensors[2:]))
     source, room = InMemorySnapshots(), SnapshotBuffer(made.nbytes)
     source.put(shard_manifest.seal(made, room.memory[: made.nbytes]), room)
-    server = StateServer("127.0.0.1", 0, source, TOKEN)
-    try:
+    with closing(StateServer("127.0.0.1", 0, source, TOKEN)) as server:
         status, body, _ = ask(server.address, f"{PATH}/1.4/manifest?for=0.3")
-    finally:
-        server.close()
     assert status == 400
     assert body.startswith(b"param norm ")
     with pytest.raises(Uncuttable, match="elements of type int4"):

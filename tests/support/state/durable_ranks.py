@@ -41,12 +41,15 @@ from tests.support.state.durable_side import HYPER, KEY, VALUES, Side, header, t
 WAIT_S = 60.0
 
 
-def save(side: Side, folder: str, steps: list[int], epoch: int = 1, **about: Any) -> Any:
+def written(side: Side, checkpointer: Checkpointer, *headers: Header) -> list[dict[str, Any]]:
+    """Write states one after the other; what became of each."""
+    return [told(checkpointer.write(side.packed(), each).result(WAIT_S)) for each in headers]
+
+
+def save(side: Side, folder: str, steps: list[int]) -> Any:
     """Publish each step, one after the other."""
-    checkpointer = side.checkpointer(folder, **about)
-    outcomes = [checkpointer.write(side.packed(), header(n, epoch)).result(WAIT_S) for n in steps]
-    checkpointer.close()
-    return {"outcomes": [told(o) for o in outcomes], "digest": side.digest()}
+    outcomes = written(side, side.checkpointer(folder), *map(header, steps))
+    return {"outcomes": outcomes, "digest": side.digest()}
 
 
 def load(side: Side, folder: str, config_hash: str = "hash", key: str | None = KEY.decode()) -> Any:
@@ -85,9 +88,8 @@ def save_on_two_dimensions(side: Side, folder: str) -> Any:
     packing.pack(layout, list(params.values()), packed)
     about = CheckpointOrigin("0-a-0", 1, "hash", {}, data_ranks=side.ranks.size // 2)
     checkpointer = Checkpointer(Path(folder), 1, KEY, about, layout, params, {}, side.ranks)
-    outcome = checkpointer.write(packed, header(1)).result(WAIT_S)
-    checkpointer.close()
-    return told(outcome)
+    side.made.append(checkpointer)
+    return told(checkpointer.write(packed, header(1)).result(WAIT_S))
 
 
 def save_beside_training(side: Side, folder: str, count: int) -> Any:
@@ -107,7 +109,6 @@ def save_beside_training(side: Side, folder: str, count: int) -> Any:
                 break
             beside += 1
         outcomes.append(told(future.result(0)))
-    checkpointer.close()
     return {"outcomes": outcomes, "wrong": wrong, "beside": beside}
 
 
@@ -123,9 +124,7 @@ def overtaken(side: Side, folder: str) -> Any:
             time.sleep(0.05 * step)  # whatever happens meanwhile is right
     if side.ranks.rank == 0:
         dist.barrier()
-    outcomes = [told(f.result(WAIT_S)) for f in futures]
-    checkpointer.close()
-    return {"outcomes": outcomes}
+    return {"outcomes": [told(f.result(WAIT_S)) for f in futures]}
 
 
 def with_disk_full(side: Side, folder: str, limit: int, on: int) -> Any:
@@ -136,7 +135,7 @@ def with_disk_full(side: Side, folder: str, limit: int, on: int) -> Any:
     for step in (1, 2, 3):
         if step == 2 and side.ranks.rank == on:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        outcomes.append(told(checkpointer.write(side.packed(), header(step)).result(WAIT_S)))
+        outcomes += written(side, checkpointer, header(step))
         if step == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     checkpointer.close()
@@ -151,8 +150,7 @@ def with_folder_gone(side: Side, folder: str) -> Any:
         if side.ranks.rank == 0:
             change(folder)
         dist.barrier()
-        outcomes.append(told(checkpointer.write(side.packed(), header(step)).result(WAIT_S)))
-    checkpointer.close()
+        outcomes += written(side, checkpointer, header(step))
     return {"outcomes": outcomes}
 
 
@@ -172,11 +170,8 @@ def _folder(path: str) -> None:
 
 def with_different_states(side: Side, folder: str) -> Any:
     """Ranks that are given different lineages publish nothing, and go on."""
-    checkpointer = side.checkpointer(folder)
     odd = Header(StateId(1, 1, f"{side.ranks.rank:032x}"), Ledger((1, 2, 5)), HYPER)
-    outcomes = [told(checkpointer.write(side.packed(), each).result(WAIT_S)) for each in (odd, header(2))]
-    checkpointer.close()
-    return {"outcomes": outcomes}
+    return {"outcomes": written(side, side.checkpointer(folder), odd, header(2))}
 
 
 def with_no_memory_on_one(side: Side, folder: str) -> Any:
@@ -184,28 +179,24 @@ def with_no_memory_on_one(side: Side, folder: str) -> Any:
     checkpointer = side.checkpointer(folder)
     copies = [None if side.ranks.rank == 1 else side.packed(), side.packed()]
     outcomes = [told(checkpointer.write(copy, header(n)).result(WAIT_S)) for n, copy in enumerate(copies, 1)]
-    checkpointer.close()
     return {"outcomes": outcomes}
 
 
 def with_a_rank_gone(side: Side, folder: str) -> Any:
     """Rank 1 dies in the middle of its file; rank 0 is told, and hangs nowhere."""
     checkpointer = side.checkpointer(folder)
-    first = told(checkpointer.write(side.packed(), header(1)).result(WAIT_S))
+    first = written(side, checkpointer, header(1))
     if side.ranks.rank == 1:
         _die_in_a_file()
-    second = told(checkpointer.write(side.packed(), header(2)).result(WAIT_S))
-    third = told(checkpointer.write(side.packed(), header(3)).result(WAIT_S))
-    checkpointer.close()
-    return {"outcomes": [first, second, third], "left": sorted(os.listdir(folder))}
+    return {"outcomes": first + written(side, checkpointer, header(2), header(3))}
 
 
 def die_in_a_file(side: Side, folder: str) -> Any:
     """Every rank is SIGKILLed in the middle of its file of step 2."""
     checkpointer = side.checkpointer(folder)
-    checkpointer.write(side.packed(), header(1)).result(WAIT_S)
+    written(side, checkpointer, header(1))
     _die_in_a_file()
-    checkpointer.write(side.packed(), header(2)).result(WAIT_S)
+    written(side, checkpointer, header(2))
 
 
 def _die_in_a_file() -> None:
@@ -238,8 +229,7 @@ def die_at_call(side: Side, folder: str, at: int) -> Any:
 
     for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
-    outcome = told(checkpointer.write(side.packed(), header(2)).result(WAIT_S))
-    return {"outcomes": [outcome], "calls": count[0]}
+    return {"outcomes": written(side, checkpointer, header(2)), "calls": count[0]}
 
 
 def close_at_once(side: Side, folder: str) -> Any:
@@ -291,7 +281,10 @@ def rank_main(rank: int, order: dict[str, Any], place: Path) -> None:
     libc.prctl(1, signal.SIGKILL)
     dist.init_process_group("gloo", init_method=f"file://{place / 'store'}", rank=rank, world_size=order["ranks"])
     side = Side(order["ranks"], order.get("seed", 0), order.get("width", 8), order.get("still", 0))
-    (place / str(rank)).write_text(json.dumps(globals()[order["do"]](side, **order["with"])))
+    found = globals()[order["do"]](side, **order["with"])
+    for each in side.made:
+        each.close()
+    (place / str(rank)).write_text(json.dumps(found))
 
 
 def answer(order: dict[str, Any]) -> list[Any]:

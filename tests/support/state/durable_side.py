@@ -63,6 +63,7 @@ class Side:
         self.user["ema/decay"] = torch.tensor([seed * 1.5, 0.5])
         self.layout = Layout.of(self.params, self.optim, self.user)
         self.ranks = ReplicaGroup(timeout_s=60.0)
+        self.made: list[Checkpointer] = []
         self.frozen = frozen.described(frozen.tensors(model), self.ranks)
 
     def packed(self) -> torch.Tensor:
@@ -77,7 +78,9 @@ class Side:
     def checkpointer(self, folder: str, keep: int = 2) -> Checkpointer:
         about = CheckpointOrigin("0-a-0", 3, "hash", {"model": {"dim": 8}}, frozen=self.frozen)
         live = self.params, self.optim
-        return Checkpointer(Path(folder), keep, KEY, about, self.layout, *live, self.ranks, self.user)
+        made = Checkpointer(Path(folder), keep, KEY, about, self.layout, *live, self.ranks, self.user)
+        self.made.append(made)
+        return made
 
 
 KEY = b"operator's key"
