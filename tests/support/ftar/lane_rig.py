@@ -14,13 +14,9 @@ from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.ftar.connections import LaneRing, MemberIdentity
 from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.frame import Entry, Key
-from ft_hsdp.ftar.group import Group, GroupEvents
-from ft_hsdp.ftar.lane import GroupState
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.protocol import RingAbort
 from ft_hsdp.train.lanes import GradientLanes, one_lane
-from tests.support.ftar.ring_helpers import BASE, TOKEN, Transport
-from tests.support.waiting import async_until
+from tests.support.ftar.ring_helpers import BASE, TOKEN, Rank, Rings, Transport
 
 Shapes = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
 SHAPES: Shapes = ((("a", (10, 4)), ("b", (7,)), ("c", (3, 5))), (("d", (40, 30)),), (("e", (12,)),))
@@ -51,29 +47,24 @@ def lanes_of(
     return GradientLanes(shapes, one_lane(usual or LaneRing(rank, ""), [*sizes, *whole], counted), width, rank)
 
 
-class WideRank:
-    """One rank: its group, what it said, and its gradient."""
+class WideRank(Rank):
+    """One rank of several: its lanes, and its gradient."""
 
     def __init__(
         self,
         replica: int,
         width: int,
         rank: int,
-        shapes: Shapes = SHAPES,
         transport: Transport = "tcp",
         timeout_s: float = 20.0,
         connect_s: float = 20.0,
     ) -> None:
-        self.replica, self.rank, self.width = replica, rank, width
-        self.connected: list[int] = []
-        self.broken: list[RingAbort] = []
-        events = GroupEvents(self.connected.append, self.broken.append, lambda _: None, lambda _: None)
-        self.settings = Settings(transport, chunk_bytes=256, timeout_s=timeout_s, connect_timeout_s=connect_s)
+        self.rank, self.width = rank, width
         usual = LaneRing(rank, f"{width} ranks")
-        self.lanes = lanes_of(shapes, width, rank, usual, (COUNTS,))
+        self.lanes = lanes_of(SHAPES, width, rank, usual, (COUNTS,))
+        settings = Settings(transport, chunk_bytes=256, timeout_s=timeout_s, connect_timeout_s=connect_s)
         identity = MemberIdentity(replica, usual.number, usual.layout, TOKEN)
-        self.group = Group(identity, self.settings, events, lanes=self.lanes.of)
-        self.address = self.group.listen("127.0.0.1")
+        super().__init__(identity, settings, lanes=self.lanes.of)
 
     def reduce(
         self, grant: Grant, buckets: Sequence[torch.Tensor], step: int = 1, only: Sequence[int] | None = None
@@ -96,35 +87,27 @@ class WideRank:
         return outs, works
 
 
-class WideRing:
-    """Replicas of given widths; a context that leaves nothing open."""
+class WideRing(Rings):
+    """Replicas of given widths, with what more `WideRank` takes."""
 
-    def __init__(
-        self,
-        widths: Sequence[int],
-        transport: Transport = "tcp",
-        timeout_s: float = 20.0,
-        connect_s: float = 20.0,
-    ) -> None:
+    def __init__(self, widths: Sequence[int], transport: Transport = "tcp", **more: float) -> None:
         self._widths = widths
         self._transport: Transport = transport
-        self._more = timeout_s, connect_s
+        self._more = more
 
     async def __aenter__(self) -> WideRing:
+        self.made = self._every = list[WideRank]()
         self.replicas = [self.replica(r, width) for r, width in enumerate(self._widths)]
-        self._all = [rank for ranks in self.replicas for rank in ranks]
         return self
 
     def replica(self, replica: int, width: int) -> list[WideRank]:
-        return [WideRank(replica, width, rank, SHAPES, self._transport, *self._more) for rank in range(width)]
+        found = [WideRank(replica, width, rank, self._transport, **self._more) for rank in range(width)]
+        self._every += found
+        return found
 
     @property
     def ranks(self) -> list[WideRank]:
         return [rank for ranks in self.replicas for rank in ranks]
-
-    async def __aexit__(self, *_: object) -> None:
-        ranks = {id(r): r for r in (*self._all, *self.ranks)}.values()
-        await asyncio.gather(*(r.group.close() for r in ranks if r.group.state is not GroupState.CLOSED))
 
     def grant(self, epoch: int) -> Grant:
         members = tuple(
@@ -135,13 +118,7 @@ class WideRing:
 
     async def form(self, epoch: int) -> Grant:
         """All configure; wait until all lanes of all ranks are connected."""
-        given = self.grant(epoch)
-        for rank in self.ranks:
-            rank.group.configure(given)
-        await async_until(
-            lambda: all(epoch in r.connected for r in self.ranks), f"the lanes of epoch {epoch}", 90.0
-        )
-        return given
+        return await self.connect(self.grant(epoch), self.ranks, 90.0)
 
     async def check(self, given: Grant, step: int = 1) -> None:
         """All sum; each member has the same bits, and they are the sum over the replicas."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -13,7 +14,8 @@ from ft_hsdp import protocol
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.ftar.connections import MemberIdentity, Peer
+from ft_hsdp.ftar.connections import LanesOf, MemberIdentity, Peer
+from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.frame import Key
@@ -23,7 +25,7 @@ from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.protocol import RingAbort
 from tests.support.ftar.ring_values import entry
-from tests.support.waiting import async_until
+from tests.support.waiting import DEADLINE_S, async_until
 
 TOKEN = "ab" * 32
 LAYOUT = "layout"
@@ -49,8 +51,33 @@ def cut(peer: Peer | None) -> None:
     peer._sock.shutdown(socket.SHUT_RDWR)
 
 
-class Replica:
-    """A replica: its group, and what the group said."""
+class Rank:
+    """A rank: its group, and what the group said."""
+
+    def __init__(
+        self,
+        identity: MemberIdentity,
+        settings: Settings,
+        plane: Plane | None = None,
+        lanes: LanesOf | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.replica, self.settings = identity.replica, settings
+        self.connected: list[int] = []
+        self.broken: list[RingAbort] = []
+        self.shown: list[Grant] = []
+        self.tokens: list[CommitToken] = []
+        events = GroupEvents(self.connected.append, self.broken.append, self.shown.append, self.tokens.append)
+        self.pause_until = 0.0  # of its training loop, on the monotonic clock
+        self.group = Group(identity, settings, events, plane, None, self._pause_s, lanes)
+        self.address = self.group.listen(host)
+
+    def _pause_s(self) -> float:
+        return max(0.0, self.pause_until - time.monotonic())
+
+
+class Replica(Rank):
+    """A replica of one rank."""
 
     def __init__(
         self,
@@ -62,24 +89,11 @@ class Replica:
         timeout_s: float = 5.0,
         host: str = "127.0.0.1",
     ) -> None:
-        self.replica = replica
-        self.connected: list[int] = []
-        self.broken: list[RingAbort] = []
-        self.shown: list[Grant] = []
-        self.tokens: list[CommitToken] = []
-        events = GroupEvents(self.connected.append, self.broken.append, self.shown.append, self.tokens.append)
         settings = Settings(
             transport, chunk_bytes=256, timeout_s=timeout_s, pause_s=60.0, connect_timeout_s=connect_s
         )
-        self.pause_until = 0.0  # of its training loop, on the monotonic clock
         self.plane = CpuPlane()
-        self.group = Group(
-            MemberIdentity(replica, 0, layout, token), settings, events, self.plane, None, self._pause_s
-        )
-        self.address = self.group.listen(host)
-
-    def _pause_s(self) -> float:
-        return max(0.0, self.pause_until - time.monotonic())
+        super().__init__(MemberIdentity(replica, 0, layout, token), settings, self.plane, host=host)
 
     def reduce(self, epoch: int, out: torch.Tensor, step: int = 1) -> Work:
         """Add one's own number to the sum."""
@@ -94,42 +108,39 @@ class Replica:
         return current
 
 
-class Ring:
-    """Peers that form a ring for each epoch; a context that leaves nothing open."""
+class Rings:
+    """Ranks that form rings for each epoch; a context that leaves none of them open."""
 
-    def __init__(
-        self,
-        *replicas: int,
-        connect_s: float = 2.0,
-        transport: Transport = "tcp",
-        timeout_s: float = 5.0,
-        host: str = "127.0.0.1",
-    ) -> None:
-        self._replicas = replicas
-        self._connect_s = connect_s
-        self._transport: Transport = transport
-        self._timeout_s = timeout_s
-        self._host = host
+    made: Sequence[Rank] = ()
+
+    async def __aexit__(self, *_: object) -> None:
+        groups = [rank.group for rank in self.made]
+        await asyncio.gather(*(group.close() for group in groups if group.state is not GroupState.CLOSED))
+
+    @staticmethod
+    async def connect(given: Grant, ranks: Sequence[Rank], within_s: float = DEADLINE_S) -> Grant:
+        """All configure; wait until all are connected."""
+        for rank in ranks:
+            rank.group.configure(given)
+        epoch = given.epoch
+        await async_until(lambda: all(epoch in r.connected for r in ranks), f"the ring of epoch {epoch}", within_s)
+        return given
+
+
+class Ring(Rings):
+    """Replicas of one rank each, with what more `Replica` takes."""
+
+    def __init__(self, *replicas: int, **more: Any) -> None:
+        self._replicas, self._more = replicas, more
 
     async def __aenter__(self) -> Ring:
-        self.peers = [
-            Replica(r, self._connect_s, self._transport, timeout_s=self._timeout_s, host=self._host)
-            for r in self._replicas
-        ]
+        self.made = self.peers = [Replica(replica, **self._more) for replica in self._replicas]
         self.addresses = {p.replica: p.address for p in self.peers}
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(*(p.group.close() for p in self.peers if p.group.state is not GroupState.CLOSED))
-
     async def form(self, epoch: int, peers: list[Replica] | None = None) -> Grant:
-        """All configure; wait until all are connected."""
         chosen = peers or self.peers
-        given = grant(epoch, {p.replica: p.address for p in chosen})
-        for peer in chosen:
-            peer.group.configure(given)
-        await async_until(lambda: all(epoch in p.connected for p in chosen), f"the ring of epoch {epoch}")
-        return given
+        return await self.connect(grant(epoch, {p.replica: p.address for p in chosen}), chosen)
 
     async def check(self, epoch: int, peers: list[Replica] | None = None, n: int = 100) -> None:
         chosen = peers or self.peers
