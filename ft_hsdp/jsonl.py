@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeGuard
 
 WAIT_S = 0.1  # longest wait of a caller for the thread that writes its line
 CLOSE_S = 2.0  # the same at the end
@@ -49,6 +49,11 @@ class Lost:
         reason = f"{self.file} lacks {self.lines} lines of {self.until - self.since:.1f} s: {self.why}"
         facts = {"file": self.file, "lines": self.lines, "since": self.since}
         return {"t": self.until, "event": "LogLinesLost", "reason": reason, **facts}
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Return whether `value` is a number, and neither NaN nor infinite; a truth value is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def finite(value: Any) -> Any:

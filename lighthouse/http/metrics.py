@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from ft_hsdp.jsonl import is_finite
 from lighthouse.http.access import Bearer, Keys
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.replicas import STATES
@@ -125,9 +126,7 @@ class Meter:
 
 def _amount(value: object) -> float:
     """Return a number that can be added up; 0.0 for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return 0.0
-    return max(0.0, float(value))
+    return max(0.0, float(value)) if is_finite(value) else 0.0
 
 
 class Scraped(Collector):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-import math
 import os
 import secrets
 import sys
@@ -21,10 +20,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import clear_way, parsed, read_regular, replace_json, set_aside
+from ft_hsdp.jsonl import clear_way, is_finite, parsed, read_regular, replace_json, set_aside
 from lighthouse.journal.database import SqliteDatabase
 
 SAVE_S = 5.0  # between two writes
@@ -72,16 +71,12 @@ class Point:
 
 
 def _finite(figures: Mapping[str, object]) -> dict[str, float]:
-    return {name: float(v) for name, v in figures.items() if _is_number(v) and math.isfinite(v)}
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return {name: float(v) for name, v in figures.items() if is_finite(v)}
 
 
 def _ratio(amount: Any, seconds: Any, unit: float = 1.0) -> float | None:
     """Return ``amount`` per second, in units of 1 / ``unit``; None if one of them is unknown."""
-    if not (_is_number(amount) and _is_number(seconds)) or not seconds > 0:
+    if not (is_finite(amount) and is_finite(seconds)) or not seconds > 0:
         return None
     return float(amount / seconds * unit)
 

@@ -18,6 +18,7 @@ from ft_hsdp.bounded import checker, complaint
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.event_table import EVENTS
+from ft_hsdp.jsonl import is_finite
 from ft_hsdp.protocol import MAX_COUNT, Count, RankBeat
 from lighthouse.overview.overview import JobInfo, Row
 
@@ -133,7 +134,7 @@ def commit(raw: Mapping[str, Any], about: JobInfo, now: float) -> Row:
         raise ProtocolViolation(f"commit: {len(row['contributors'])} contributors of {row['total']}")
     for key in _NUMBERS:
         value: Any = raw.get(key)
-        row[key] = value if _finite(value) and abs(value) <= MAX_COUNT else None
+        row[key] = value if is_finite(value) and abs(value) <= MAX_COUNT else None
     return row
 
 
@@ -196,12 +197,8 @@ def _plain(value: object, depth: int) -> object:
     raise ProtocolViolation(f"a row holds a {type(value).__name__}")
 
 
-def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _time(value: Any, now: float) -> float:
-    return float(value) if _finite(value) and abs(value - now) <= DAY_S else now
+    return float(value) if is_finite(value) and abs(value - now) <= DAY_S else now
 
 
 def _index(value: object, what: str, size: int) -> int | None:

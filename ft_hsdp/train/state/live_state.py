@@ -55,8 +55,6 @@ class Offload:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._device = [local(t) for t in tensors]
         self.host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in self._device]
-        self._nbytes = sum(t.numel() * t.element_size() for t in self._device)
-        self.moved_bytes = 0
         self.moved_s = 0.0
         self._reported = 0.0
         self.leave()
@@ -68,7 +66,7 @@ class Offload:
         self._wait()
         for device in self._device:
             device.untyped_storage().resize_(0)
-        self._count(since)
+        self.moved_s += time.monotonic() - since
 
     def visit(self) -> None:
         since = time.monotonic()
@@ -76,7 +74,7 @@ class Offload:
             device.untyped_storage().resize_(device.numel() * device.element_size())
             device.copy_(host, non_blocking=True)
         self._wait()
-        self._count(since)
+        self.moved_s += time.monotonic() - since
 
     def lap(self) -> float:
         since, self._reported = self._reported, self.moved_s
@@ -85,10 +83,6 @@ class Offload:
     def _wait(self) -> None:
         if any(t.is_cuda for t in self._device):
             torch.cuda.current_stream().synchronize()
-
-    def _count(self, since: float) -> None:
-        self.moved_bytes += self._nbytes
-        self.moved_s += time.monotonic() - since
 
 
 class LiveState:

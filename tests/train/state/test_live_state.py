@@ -311,7 +311,6 @@ def test_between_updates_the_bytes_are_in_host_memory_only() -> None:
         t.add_(1)
     offload.leave()
     assert all(torch.equal(h, b + 1) for h, b in zip(offload.host, before, strict=True))
-    assert offload.moved_bytes == 3 * 4 * (15 + 7 + 1)
     assert offload.lap() == offload.moved_s > 0
     assert offload.lap() == 0
 
