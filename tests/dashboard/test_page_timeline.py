@@ -30,7 +30,7 @@ def cursors(page):
     )
 
 
-def test_a_drag_on_the_lanes_zooms_lanes_and_charts(page, frame, seen):
+def test_a_drag_zooms_lanes_and_charts_and_a_double_click_ends_it(page, frame, seen):
     before = state(page, "windowOf(s)")
     drag(page, frame, 0.25, 0.5, frame["y"] + 100)
     until(lambda: state(page, "s.zoom"))
@@ -42,15 +42,6 @@ def test_a_drag_on_the_lanes_zooms_lanes_and_charts(page, frame, seen):
     page.mouse.move(frame["x"] + frame["width"] * 0.7, frame["y"] + 100)
     until(lambda: cursors(page)[1] > 0)
     assert cursors(page) == pytest.approx([0.7] * 6, abs=0.01)
-
-
-def test_a_drag_on_a_chart_zooms_too_and_a_double_click_ends_it(page, frame):
-    box = page.locator(".u-over").nth(2).bounding_box()
-    drag(page, box, 0.6, 0.8, box["y"] + 20)
-    until(lambda: state(page, "s.zoom"))
-    page.mouse.move(frame["x"] + frame["width"] * 0.3, frame["y"] + 60)
-    until(lambda: cursors(page)[1] > 0)
-    assert cursors(page) == pytest.approx([0.3] * 6, abs=0.01)
     box = page.locator(".u-over").nth(0).bounding_box()
     page.mouse.dblclick(box["x"] + 50, box["y"] + 20)
     until(lambda: state(page, "s.zoom") is None)

@@ -129,15 +129,6 @@ def test_a_later_life_of_the_same_run_says_that_this_one_is_over() -> None:
     assert not outlived((0, "0-a-3"), [(0, "0-a-3"), (0, "0-a-2"), (0, "0-b-4"), (1, "0-a-4")])
 
 
-def test_a_crash_loop_leaves_one_exit(job: Script) -> None:
-    job.first(0)
-    for life in range(500):
-        out = job.runs({1: life + 1}, [(1, life)])
-        assert "ExitReported" in out.notes
-        assert len(job.s.exited) <= 1
-    assert job.s.exited == {(1, name(1, 499))}
-
-
 def test_exits_that_are_named_again_are_no_news(job: Script) -> None:
     job.first(0)
     job.runs({1: 2}, [(1, 0), (1, 1)])

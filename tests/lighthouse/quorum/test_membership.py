@@ -181,15 +181,6 @@ def test_the_silent_are_left_out_after_their_grace_which_is_shorter_for_a_suspec
     assert out.notes["ReplicaExcluded"] == "silent beyond its grace"
 
 
-def test_whoever_is_silent_without_being_a_suspect_keeps_its_grace():
-    job = Script(total=4, suspect_grace_s=0.2, silence_grace_s=1.0)
-    job.first(0, 1, 2, 3)
-    job.ask(0, epoch=1, after=1, suspects=(2,))
-    job.ask(1, epoch=1, after=1)
-    assert not job.wait(0.9).answers, "nobody said anything against replica 3"
-    assert job.ask(3, epoch=1, after=1).grant(0).ring == (0, 1, 3), "the grace of the suspect was over"
-
-
 def test_a_suspect_that_asks_within_its_grace_loses_nothing():
     """A false suspicion costs a ring retry, never a fetch."""
     job = Script(suspect_grace_s=0.2)
@@ -200,22 +191,6 @@ def test_a_suspect_that_asks_within_its_grace_loses_nothing():
     out = job.ask(2, epoch=1, after=1)
     assert roles(out.grant(2)) == {0: "contribute", 1: "contribute", 2: "contribute"}
     assert "ReplicaExcluded" not in out.notes
-
-
-def test_exclusion_is_not_death(job: Script):
-    """Counter-example 3: the excluded one may have committed; without it the others cannot start over."""
-    job.first(0, 1, 2)
-    job.ask(0, epoch=1, after=1)
-    job.ask(1, epoch=1, after=1)
-    job.wait(2.0)
-    job.runs({0: 1, 1: 1}, exited=[(0, 0), (1, 0)])
-    job.ask(0, life=1)
-    out = job.ask(1, life=1)
-    assert not out.answers
-    assert list(out.notes) == ["Waiting"]
-    assert not job.wait(HOUR).answers
-    assert not job.runs({2: None}, exited=[(2, 0)]).answers, "it may come back with what it held"
-    assert job.runs({2: None}, lost=[2]).grant(0).ring == (0, 1)
 
 
 def test_who_blocks_a_round_is_evicted():
@@ -391,16 +366,6 @@ def test_the_wait_for_a_return_begins_with_the_exit():
     assert not job.ask(0, at(1, 5), life=1).answers
     assert not job.wait(29.0).answers
     assert job.wait(2.0).grant(0).ring == (0,)
-
-
-def test_an_empty_store_waits_for_those_that_may_bring_committed_steps():
-    job = Script(term=7)
-    job.runs({0: 1, 1: None, 2: None}, exited=[(r, 0) for r in range(3)])
-    assert not job.ask(0, at(6, 8), life=1).answers
-    job.runs({0: 1, 1: 1, 2: None}, lost=[2])
-    grant = job.ask(1, at(7, 9), life=1).grant(0)
-    assert (grant.epoch, grant.base) == (8, at(7, 9))
-    assert roles(grant) == {0: "behind", 1: "contribute"}
 
 
 def test_what_is_known_never_to_be_committed_is_not_waited_for(job: Script):

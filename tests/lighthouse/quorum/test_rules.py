@@ -22,19 +22,9 @@ def test_a_void_attempt_does_not_count_but_a_later_one_does():
     assert rules.highest([report(0, prepared=second), report(1, void=void)]).state == second.state_id
 
 
-def test_a_later_void_attempt_voids_the_earlier_ones():
-    base = rules.highest([report(0, prepared=record(START, 1)), report(1, void=AttemptId(1, 1, 2))])
-    assert base.state == START
-
-
 def test_two_records_of_one_attempt_with_different_digests_count_for_nothing():
     reports = [report(0, prepared=record(START, 1)), report(1, prepared=record(START, 1, digest="other"))]
     assert rules.highest(reports).state == START
-
-
-def test_a_committed_state_beats_a_prepared_one_of_an_older_epoch():
-    base = rules.highest([report(0, at(2, 1)), report(1, prepared=record(START, 1))])
-    assert base == Base(at(2, 1), None, ())
 
 
 def test_role_needs_exactly_the_base():

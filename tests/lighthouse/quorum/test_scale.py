@@ -96,17 +96,6 @@ def test_one_beyond_that_asks_to_join_is_refused() -> None:
     assert refusal(job.ask(0, at(1, 2), epoch=1).answers[3]).exit_code == 0
 
 
-def test_a_drain_stands_whatever_the_job_is_scaled_to() -> None:
-    job = working(3)
-    order(job, "drain", 1)
-    order(job, "scale", 1)
-    order(job, "scale", 4)
-    assert job.s.drained == {1}
-    job.ask(0, at(1, 2), epoch=1)
-    assert job.ask(1, at(1, 2), epoch=1).grant(1).total == 4
-    assert job.ask(1, at(2, 3), epoch=2).answers == {1: Continue(2, 4, leave=True)}
-
-
 @pytest.mark.parametrize(
     ("target", "words"),
     [

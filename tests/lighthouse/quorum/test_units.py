@@ -266,14 +266,6 @@ def test_status_names_the_units_of_each_and_who_stands_by() -> None:
     assert [row["reason"] for row in rows] == reasons
 
 
-def test_a_batch_that_is_whole_is_not_spoken_of() -> None:
-    script = job()
-    script.runs({0: 0, 1: 0, 2: 0, 3: None}, exited=[(3, 0)])
-    outs = [script.ask(r, epoch=1, after=1) for r in range(3)]
-    assert "BatchReduced" not in outs[-1].notes
-    assert units(outs[-1].grant(0)) == dict.fromkeys(range(3), 4)
-
-
 @pytest.mark.parametrize(
     ("quorum", "allowed", "least"),
     [

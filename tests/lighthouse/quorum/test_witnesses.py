@@ -211,13 +211,6 @@ def test_one_that_denies_its_vote_alone_takes_back_no_step():
     assert job.ask(1, epoch=1, after=1, void=ONE.fence).grant(1).base == X
 
 
-def test_a_doubt_that_a_member_of_its_ring_does_not_share_delays_nobody(job: Script):
-    job.ask(0, epoch=1, after=1)
-    job.ask(2, epoch=1, after=1, doubt=FAR)
-    job.wait(1.0)
-    assert job.runs({1: None}, exited=[(1, 0)]).answers or job.s.epoch == 2
-
-
 def test_one_that_asked_before_it_left_the_ring_contradicts_nothing():
     """Its request is older than the step: it goes on with its lease."""
     job = script(0, 1)
