@@ -3,9 +3,6 @@
 import errno
 import json
 import os
-import resource
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -104,49 +101,6 @@ def test_a_piece_that_cannot_be_mended_costs_no_other_line(tmp_path, monkeypatch
     assert lines.write({"n": 2})
     tailer = Tailer(path)
     assert (tailer.poll(), tailer.bad) == ([{"n": 2}], 1)
-
-
-def test_a_limit_on_files_is_a_full_disk(tmp_path: Path) -> None:
-    """By the kernel's own hand, without root: writes are short, then refused; then the limit is lifted."""
-    program = f"""
-import resource
-from pathlib import Path
-from ft_hsdp.jsonl import WAIT_S, DiskThread, Journal, LineWriter
-journal = Journal(Path({str(tmp_path)!r}) / "events.jsonl", source="replica")
-lines = LineWriter(Path({str(tmp_path)!r}) / "fed.jsonl", journal.lost)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-for n in range(100):
-    lines.write({{"n": n, "text": "x" * 7}})
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-lines.write({{"n": 100}})
-journal.close()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stderr=subprocess.DEVNULL)
-    kept = [row["n"] for row in read_jsonl(tmp_path / "fed.jsonl")]
-    (event,) = read_jsonl(tmp_path / "events.jsonl")
-    assert (event["event"], event["file"], event["source"]) == ("LogLinesLost", "fed.jsonl", "replica")
-    assert event["lines"] + len(kept) == 101
-    assert kept == [*range(len(kept) - 1), 100]
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
-
-
-def test_many_writers_of_one_file_tear_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-
-    def work(who: int) -> None:
-        lines = LineWriter(path)
-        for n in range(200):
-            lines.write({"who": who, "n": n, "text": "x" * (n % 50)})
-        lines.close()
-
-    threads = [threading.Thread(target=work, args=(who,)) for who in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    tailer = Tailer(path)
-    rows = tailer.poll()
-    assert (len(rows), tailer.bad) == (800, 0)
 
 
 def test_a_disk_that_hangs_holds_up_no_control_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -399,16 +399,6 @@ async def test_a_client_that_reads_nothing_is_cut_off():
 # Rates, places and the memory for them: bounded whoever comes, and wide enough for who belongs here.
 
 
-def test_a_bucket_lets_a_burst_through_and_then_its_rate():
-    buckets = Buckets(rate=2, burst=5)
-    assert [buckets.take("a", 0.0) for _ in range(5)] == [0.0] * 5
-    assert buckets.take("a", 0.0) == pytest.approx(0.5)
-    assert buckets.take("a", 0.4) == pytest.approx(0.1)
-    assert buckets.take("a", 0.5) == 0.0
-    assert buckets.take("b", 0.5) == 0.0
-    assert [buckets.take("a", 100.0) for _ in range(6)][:5] == [0.0] * 5
-
-
 @given(
     st.lists(st.floats(0, 3), max_size=200),
     st.floats(0.1, 100),
@@ -420,7 +410,7 @@ def test_no_order_of_calls_gets_more_than_burst_and_rate(gaps, rate, burst):
     for gap in gaps:
         now += gap
         wait = buckets.take("a", now)
-        assert wait >= 0
+        assert wait == 0.0 if len(taken) < burst else wait >= 0
         if wait:
             assert buckets.take("a", now + wait + 1e-6) == 0.0
             now += wait + 1e-6
@@ -501,13 +491,11 @@ def test_what_belongs_here_is_never_slowed_down():
         ("/v1/admin/replicas/0/evict", "admin", 64 * KIB),
         ("/v1/status", "read", 64 * KIB),
         ("/metrics", "read", 64 * KIB),
-        ("/openapi.json", "read", 64 * KIB),
         ("/no/such/route", "read", 64 * KIB),
         ("/v1/quorum/", "read", 64 * KIB),
         ("//healthz", "read", 64 * KIB),
         ("/", "open", 64 * KIB),
         ("/assets/app.js", "open", 64 * KIB),
-        ("/assets", "read", 64 * KIB),
         ("/healthz", "open", 64 * KIB),
     ],
 )
