@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, CommitRecord, void
-from ft_hsdp.core.grant import Grant, Member, Report, Role
+from ft_hsdp.core.grant import Grant, Member, Report, Role, paths
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.memory.hosts import Host
 
 if TYPE_CHECKING:
     from dataclasses import replace as replace
@@ -406,27 +407,36 @@ def record_failures(
 
 
 def arrange(members: Iterable[Member], avoided: frozenset[Pair]) -> tuple[Member, ...]:
-    """Return ``members`` in ring order: by id, with few ``avoided`` pairs of ids next to each other.
+    """Return ``members`` in ring order: by zone, rack and id, few ``avoided`` pairs of ids beside each other.
 
-    The search reverses parts of the ring as long as that separates such pairs; it may miss the best order.
+    So a ring over k zones crosses their borders k times, which is the least: links between zones are slow (FT-HSDP
+    2.1). The search reverses parts of the ring as long as that separates such pairs, where it can without more
+    crossings; it may miss the best order.
     """
-    ring = sorted(members, key=lambda m: m.replica)
+    members = tuple(members)
+    where = {m.replica: [(h.zone, h.rack) for h in map(Host.parse, paths(m.hosts))] for m in members}
+    ring = sorted(members, key=lambda m: (where[m.replica], m.replica))
     size = len(ring)
 
     def bad(a: int, b: int) -> bool:
         x, y = ring[a % size].replica, ring[b % size].replica
         return (min(x, y), max(x, y)) in avoided
 
-    def better(i: int, j: int) -> bool:
-        """Return whether to reverse the part from ``i`` + 1 to ``j``."""
-        return bad(i, j) + bad(i + 1, j + 1) < bad(i, i + 1) + bad(j, j + 1)
+    def crosses(a: int, b: int) -> bool:
+        x, y = where[ring[a % size].replica], where[ring[b % size].replica]
+        return [zone for zone, _ in x] != [zone for zone, _ in y]
+
+    def gain(i: int, j: int) -> tuple[int, ...]:
+        """Return by how many pairs and borders reversing ``i`` + 1 to ``j`` is better."""
+        new, old = ((i, j), (i + 1, j + 1)), ((i, i + 1), (j, j + 1))
+        return tuple(sum(costs(*e) for e in old) - sum(costs(*e) for e in new) for costs in (bad, crosses))
 
     found = bool(avoided) and size > 3
     while found:
         wrong = [i for i in range(size) if bad(i, i + 1)]
-        turns = ((i, j) for w in wrong for i, j in _reversals(w, size) if better(i, j))
-        i, j = next(turns, (0, 0))
-        found = j > i
+        turns = {turn: gain(*turn) for w in wrong for turn in _reversals(w, size)}
+        i, j = max(turns, key=lambda turn: turns[turn], default=(0, 0))
+        found = turns.get((i, j), (0, 0))[0] > 0
         if found:
             ring[i + 1 : j + 1] = reversed(ring[i + 1 : j + 1])
     return tuple(ring)

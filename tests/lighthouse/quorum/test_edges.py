@@ -204,6 +204,28 @@ def test_an_outage_may_cost_any_number_of_epochs():
     assert job.s.epoch == epoch + 1
 
 
+@pytest.mark.parametrize("zones", [1, 2, 3, 5])
+def test_a_ring_crosses_each_border_of_zones_once_also_round_a_bad_pair(zones):
+    """Replicas are dealt out to zones in turns, as a scheduler may; the second host of each stands in a rack."""
+
+    def member(r):
+        zone = "abcde"[r % zones]
+        return Member(r, name(r), "contribute", hosts=((f"{zone}//h{r}", 2), (f"{zone}/{r % 2}/g{r}", 2)))
+
+    def crossings(ring):
+        return sum(a % zones != b % zones for a, b in itertools.pairwise((*ring, ring[0])))
+
+    members = [member(r) for r in range(4 * zones)]
+    ring = [m.replica for m in arrange(members, frozenset())]
+    assert crossings(ring) == (zones if zones > 1 else 0)
+    assert all(a % 2 == b % 2 for a, b in zip(ring[::2], ring[1::2], strict=True)), "two of each rack"
+    for a, b in itertools.pairwise(ring[:4]):  # in one zone
+        bad = frozenset({(min(a, b), max(a, b))})
+        around = [m.replica for m in arrange(members, bad)]
+        assert not neighbours(tuple(around)) & bad
+        assert crossings(around) <= crossings(ring) + (0 if zones < 2 else 2)
+
+
 @pytest.mark.parametrize("size", [4, 5, 8, 40])
 def test_rings_go_round_bad_pairs(size):
     members = [Member(r, name(r), "contribute") for r in range(size)]
