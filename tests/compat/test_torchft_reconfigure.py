@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -222,16 +223,13 @@ def test_wrong_members_and_odd_options_are_one_clear_error(three: Ranks) -> None
 
 
 def test_a_handle_from_before_a_shutdown_is_refused() -> None:
-    ranks = Ranks(1, host="127.0.0.1")
-    (group,) = ranks.groups
-    try:
+    with closing(Ranks(1, host="127.0.0.1")) as ranks:
+        (group,) = ranks.groups
         old = group.get_reconfigure_handle()
         group.shutdown()
         assert "before this group's shutdown" in refused(group, options(1, [old]))
         reconfigured(ranks, [group], 1)
         assert "before this group's shutdown" in refused(group, options(2, [old]))
-    finally:
-        ranks.close()
 
 
 @pytest.mark.parametrize(

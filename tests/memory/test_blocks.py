@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from ft_hsdp.memory.blocks import (
     BlockLayout,
     LoadPlan,
-    Span,
     first_hosts,
     plan_load,
     plan_submission,
@@ -33,10 +32,6 @@ def holders_of(layout: BlockLayout, hosts: int, copies: int) -> dict[int, tuple[
 def slice_of(layout: BlockLayout, block: int) -> int:
     (run,) = layout.runs([(block, block + 1)])
     return run.slice
-
-
-def blocks_of(spans: tuple[Span, ...]) -> list[int]:
-    return [block for first, end in spans for block in range(first, end)]
 
 
 def test_figure_1_of_restore() -> None:

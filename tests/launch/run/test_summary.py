@@ -70,17 +70,6 @@ def test_each_recovery_is_a_row() -> None:
     assert summary["recoveries"] == [{"replica": 1, **facts}]
 
 
-def test_the_effective_ratio_counts_contributors_over_all_replicas() -> None:
-    rows = [
-        commit(1),
-        commit(2, who=[0, 2]),
-        commit(3, who=[0, 2], t=1004.0, step_s=2.0),
-        commit(4, t=1005.0),
-    ]
-    summary = summarize(CONFIG, rows, fed(rows), {}, [])
-    assert summary["effective_training_ratio"] == pytest.approx((1 + 2 / 3 + 2 / 3 + 1) / 5.0)
-
-
 def test_a_job_that_is_scaled_counts_contributors_over_those_that_were_wanted() -> None:
     rows = [commit(1), commit(2), commit(3, who=[0], total=1), commit(4, who=[0, 1, 2, 3], total=4)]
     events = [event("ReplicaStarted", 999.0, replica=r, incarnation=f"{r}-a-0") for r in range(4)]
