@@ -15,12 +15,9 @@ import fcntl
 import io
 import itertools
 import os
-import random
 import resource
-import socket
 import stat
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,13 +26,14 @@ from typing import Any
 
 import psutil
 
-from ft_hsdp import fault_injection
+from ft_hsdp import address, fault_injection
 from ft_hsdp.fault_injection import FaultOrder
 from ft_hsdp.launch import injection
 from ft_hsdp.launch.chaos import Injection
 from ft_hsdp.launch.injection import Inflicted, Lift
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.mounts import Ability
+from tests.support.flood import Flood
 
 POOR = "FT_HSDP_TESTED_POOR"  # a folder, and abilities that its file system lacks; with colons between
 FAKED = ("disk_full", "slow_disk", "clock")
@@ -43,7 +41,6 @@ KINDS = (*FAKED, "descriptors", "memory", "garbage")
 MODULE = "tests.support.os_faults"
 ROOM = 16 << 20  # bytes of address space that kind memory leaves to a process
 STRANGERS_PER_S = 50  # connections that kind garbage opens in a second
-STRANGERS = 16  # and that are open at once
 
 
 def inflict(run: RunDir, one: Injection, seconds: float = 0.0) -> Inflicted:
@@ -103,30 +100,10 @@ def _limited(pid: int, what: int, soft: int) -> Lift:
 
 
 def _garbage(pid: int) -> Lift:
-    """Connect to the listeners of `pid` and send random bytes, from a thread of its own, until lifted."""
-    over = threading.Event()
-    arguments = (pid, over)
-    threading.Thread(target=_strangers, args=arguments, name="chaos-garbage", daemon=True).start()
-    return over.set
-
-
-def _strangers(pid: int, over: threading.Event) -> None:
-    connections: list[socket.socket] = []
-    addresses: Iterator[tuple[str, int]] = iter(())
-    with contextlib.suppress(psutil.Error):
-        while not over.wait(1 / STRANGERS_PER_S):
-            address = next(addresses, None)
-            if address is None:
-                addresses = iter(listeners(pid))
-                continue
-            with contextlib.suppress(OSError):
-                stranger = socket.create_connection(address, 0.5)
-                connections.append(stranger)
-                stranger.send(random.randbytes(random.randrange(1, 4096)), socket.MSG_DONTWAIT)
-            if len(connections) > STRANGERS:
-                connections.pop(0).close()
-    for stranger in connections:
-        stranger.close()
+    """Call the listeners of `pid` with hostile first frames, until lifted."""
+    over = contextlib.ExitStack()
+    over.enter_context(Flood([address.join(host, port) for host, port in listeners(pid)], STRANGERS_PER_S))
+    return over.close
 
 
 def listeners(pid: int) -> list[tuple[str, int]]:
