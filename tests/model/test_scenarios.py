@@ -16,6 +16,24 @@ from tests.model.scenario import Scenario
 from tests.model.world import Bounds
 
 ADOPT = ("replica 0 gets epoch 1", "replica 1 gets epoch 1", "replica 2 gets epoch 1")
+BROKEN = (
+    *ADOPT,
+    "a link of replica 1 in epoch 1 breaks",
+    "replica 0 holds the sum of epoch 1 step 1",
+    "replica 2 sees the ring of epoch 1 break",
+    "the grace of the silent ends",
+)
+KILLED = (
+    *ADOPT,
+    "replica 2 is killed",
+    "replica 0 sees the ring of epoch 1",
+    "replica 1 sees the ring of epoch 1",
+    "the lighthouse learns",
+    "replica 0 gets epoch 2",
+    "replica 1 gets epoch 2",
+    "replica 0 holds",
+    "replica 1 gets the token",
+)
 
 
 def scenario(**faults: int) -> Scenario:
@@ -79,11 +97,7 @@ def test_a_new_epoch_overlaps_with_every_epoch_since_the_head() -> None:
 
 def test_the_last_step_is_decided_like_any_other() -> None:
     s = scenario(steps=1, breaks=2, pauses=2).play(
-        *ADOPT,
-        "a link of replica 1 in epoch 1 breaks",
-        "replica 0 holds the sum of epoch 1 step 1",
-        "replica 2 sees the ring of epoch 1 break",
-        "the grace of the silent ends",
+        *BROKEN,
         "replica 1 gets epoch 2",
         "replica 2 gets epoch 2",
         "replica 1 holds the sum of epoch 2 step 1",
@@ -104,11 +118,7 @@ def _all_are_right(_: LighthouseState, reports: Mapping[int, Report], *__: Any) 
 
 def test_a_record_that_a_later_decision_passed_over_stays_dead() -> None:
     lines = (
-        *ADOPT,
-        "a link of replica 1 in epoch 1 breaks",
-        "replica 0 holds the sum of epoch 1 step 1",
-        "replica 2 sees the ring of epoch 1 break",
-        "the grace of the silent ends",
+        *BROKEN,
         "replica 0 sees the ring of epoch 1 break",
         "replica 1 gets epoch 2",
         "replica 2 gets epoch 2",
@@ -130,15 +140,7 @@ def test_a_record_that_a_later_decision_passed_over_stays_dead() -> None:
 def test_a_yes_of_one_left_behind_is_not_forgotten() -> None:
     """2 is behind and votes for a step that 0 commits; 1 has the base of it, and asks together with 2."""
     lines = (
-        *ADOPT,
-        "replica 2 is killed",
-        "replica 0 sees the ring of epoch 1",
-        "replica 1 sees the ring of epoch 1",
-        "the lighthouse learns",
-        "replica 0 gets epoch 2",
-        "replica 1 gets epoch 2",
-        "replica 0 holds",
-        "replica 1 gets the token",
+        *KILLED,
         "replica 0 gets the token",
         "replica 1 gets the token",
         "a link of replica 0",
@@ -166,15 +168,7 @@ def test_a_yes_of_one_left_behind_is_not_forgotten() -> None:
 # Behind, corrupt, and back again.
 
 REJOINED = (
-    *ADOPT,
-    "replica 2 is killed",
-    "replica 0 sees the ring of epoch 1",
-    "replica 1 sees the ring of epoch 1",
-    "the lighthouse learns",
-    "replica 0 gets epoch 2",
-    "replica 1 gets epoch 2",
-    "replica 0 holds",
-    "replica 1 gets the token",
+    *KILLED,
     "replica 2 restarts",
     "replica 0 gets the token",
     "replica 1 gets the token",
