@@ -5,7 +5,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.agent.slots import MAX_SLOTS, SPARE_STAGES, SnapshotSlots
-from tests.support.state.agent_helpers import newest_common
 
 
 def state(step: int) -> StateId:
@@ -178,57 +177,3 @@ class Machine(RuleBasedStateMachine):
 
 TestSlotsAreNeverTakenAway = Machine.TestCase
 TestSlotsAreNeverTakenAway.settings = settings(max_examples=100, stateful_step_count=40)
-
-
-class Ranks(RuleBasedStateMachine):
-    """The ranks of a replica take their snapshots in any order and now and then one has no memory for it.
-
-    Whenever all of them may be killed, they have one in common that is not older than the newest settled one.
-    """
-
-    RANKS = 3
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slots = [with_slots(2) for _ in range(self.RANKS)]
-        self.held = [0] * self.RANKS  # the step that each rank has applied
-        self.kept: list[bool | None] = [False] * self.RANKS  # whether its snapshot of it is there; None: not yet
-        self.verdicts: dict[int, bool] = {0: False}
-        self.settled = 0
-
-    @rule(rank=st.integers(0, RANKS - 1), memory=st.booleans())
-    def snapshot(self, rank, memory):
-        """A rank has applied a step and told its agent about the one before; it copies, or has no memory."""
-        if self.kept[rank] is not None:
-            return
-        number = self.slots[rank].stage(state(self.held[rank]), 0.0) if memory else None
-        assert number is not None or not memory, "two slots are enough"
-        if number is not None:
-            self.slots[rank].staged(state(self.held[rank]))
-        self.kept[rank] = number is not None
-
-    @precondition(lambda self: None not in self.kept and len(set(self.held)) == 1)
-    @rule()
-    def commit(self):
-        """All have voted: the step is committed, and says whether all have a copy of the one before."""
-        step = self.held[0]
-        self.verdicts[step] = all(self.kept)
-        if self.verdicts[step]:
-            self.settled = step
-
-    @rule(rank=st.integers(0, RANKS - 1))
-    def apply(self, rank):
-        """A rank hears of the verdict and applies the step."""
-        step = self.held[rank]
-        if step in self.verdicts and self.kept[rank] is not None:
-            self.slots[rank].mark_settled(state(step), self.verdicts[step])
-            self.held[rank], self.kept[rank] = step + 1, None
-
-    @invariant()
-    def something_in_common(self):
-        common = newest_common([[kept.state for kept in slots.held()] for slots in self.slots])
-        assert not self.settled or (common is not None and common.step >= self.settled)
-
-
-TestRanksHaveAStateInCommon = Ranks.TestCase
-TestRanksHaveAStateInCommon.settings = settings(max_examples=100, stateful_step_count=60)

@@ -71,14 +71,6 @@ def answer(
     return response.status, body, dict(response.headers)
 
 
-def test_manifest_and_data(address: str) -> None:
-    status, body, headers = answer(address, f"{PATH}/manifest")
-    assert (status, body, headers["ETag"]) == (200, ENCODED, ETAG)
-    status, body, headers = answer(address, f"{PATH}/data")
-    assert (status, headers["ETag"], headers["Accept-Ranges"]) == (200, ETAG, "bytes")
-    assert body == DATA
-
-
 @pytest.mark.parametrize(
     ("span", "begin", "end"),
     [

@@ -389,24 +389,6 @@ def test_a_work_that_is_done_before_its_callback_is_set() -> None:
     assert len(s.votes) == 1
 
 
-def test_reduced_shards_are_used_again_only_when_given_back() -> None:
-    s = Scene(at_once=True)
-
-    def step(number: int) -> list[torch.Tensor]:
-        s.begin(step=number)
-        s.open(step=number)
-        s.ready(0, 1, 2)
-        return s.reducer.take()
-
-    first, second = step(1), step(2)
-    kept = [t.clone() for t in first]
-    assert not {t.data_ptr() for t in first} & {t.data_ptr() for t in second}
-    s.reducer.give_back(second)
-    third = step(3)
-    assert [t.data_ptr() for t in third] == [t.data_ptr() for t in second]
-    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
-
-
 def test_a_bucket_of_another_size_is_a_programmers_error(s: Scene) -> None:
     s.open()
     with pytest.raises(ValueError, match="bucket 1 has 4 elements, planned 5"):

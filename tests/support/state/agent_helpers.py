@@ -5,7 +5,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -134,9 +134,3 @@ def agent(replica: int, *more: str) -> Iterator[Running]:
         process.kill()
         process.wait(DEADLINE_S)
         process.stdout.close()
-
-
-def newest_common(kept: Sequence[Sequence[StateId]]) -> StateId | None:
-    """The newest state of which every rank has a complete snapshot; ``kept`` are theirs, newest first."""
-    everywhere = set.intersection(*map(set, kept))
-    return next((each for each in kept[0] if each in everywhere), None)
