@@ -124,27 +124,6 @@ def test_a_header_of_another_snapshot_is_not_served(agent: Running):
     rank.close()
 
 
-def test_a_byte_that_flips_in_the_agents_memory_is_found_before_its_rank_gets_it(agent: Running):
-    rank = connect(0, 8)
-    for step in (1, 2):
-        write(rank, step, 8)
-    rank.flip()
-    assert rank.acquire(state(2)) is None
-    (damage,) = rank.damaged
-    assert damage.state == state(2)
-    assert steps(rank) == [1]
-    assert rank.acquire(state(1)) is not None
-    rank.unpin()
-    rank.damaged.clear()
-    write(rank, 3, 8)
-    rank.flip()
-    rank.pin(state(3), 60.0)
-    assert not agent.serves(3, 8)
-    rank.mark_settled(state(3))
-    assert [damage.state for damage in rank.damaged] == [state(3)]
-    rank.close()
-
-
 def access(array: np.ndarray) -> str:
     """How this process may use the memory of an array: "r--", "rw-"."""
     at = array.ctypes.data
