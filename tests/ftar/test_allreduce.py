@@ -52,26 +52,6 @@ def test_it_returns_only_when_its_own_sends_have_drained(name: str, chunk: int) 
         assert len(sent) == 2
 
 
-def test_a_ring_between_two_works_gives_its_edges_away() -> None:
-    with rig(FLAVOURS[0], 2) as made:
-        ring = Ring(1, [5, 6], 0, made.receivers[0], made.senders[0], CpuPlane(), SETTINGS)
-        receiver, sender = ring.retire(StaleEpoch("a newer epoch"))
-        assert (receiver, sender) == (made.receivers[0], made.senders[0])
-        assert ring.retire(PeerDead("later")) == (None, None)
-        with pytest.raises(StaleEpoch, match="a newer epoch"):
-            ring.all_reduce(AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(5)))
-        ring.fail(PeerDead("later"))
-        assert isinstance(ring.error, StaleEpoch), "the first error is the one that counts"
-        following = Ring(2, [5, 6], 0, receiver, sender, CpuPlane(), SETTINGS)
-        with ThreadPoolExecutor(1) as pool:
-            other = made.submit(1, AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(6)))
-            mine = pool.submit(
-                following.all_reduce, AllReduceOrder(KEY, torch.ones(3), out := torch.empty(3), entry(5))
-            )
-            assert mine.result(20).entries == other.result(20).entries
-        assert same(out, torch.full((3,), 2.0))
-
-
 def test_a_ring_in_the_middle_of_a_work_keeps_its_edges_and_has_threads_give_way_quickly() -> None:
     class Held(CpuPlane):
         began, go = threading.Event(), threading.Event()
