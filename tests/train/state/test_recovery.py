@@ -27,7 +27,6 @@ from tests.support.state.memory_of_hosts import (
     state,
 )
 from tests.support.state.widths import TOKEN
-from tests.support.tcp_proxy import Proxy
 from tests.support.waiting import until
 from tests.train.state.test_live_state import hold
 from tests.train.state.test_snapshots import Place, done, walk
@@ -135,30 +134,6 @@ def test_shards_of_two_states_are_never_combined(hosts: Make, tmp_path: Path) ->
     found = restored(tmp_path, own, Lighthouse(5, [*own, hosts(1, "r1h0", 0, 4)]))
     assert found.states == [AGAINST] * 2, "the checkpoint, on both"
     told(found, rung="checkpoint", lost_steps=3)
-
-
-def test_a_flipped_byte_on_the_way_costs_the_source_alone(hosts: Make, tmp_path: Path) -> None:
-    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 4, 5)]
-    bad, good = hosts(1, "r1h0", 0, 4, 5), hosts(1, "r1h1", 0, 4, 5)  # of one replica, so one after the other
-    flipped = 0
-
-    def flip(data: bytes) -> bytes:
-        nonlocal flipped
-        if len(data) < 4096:  # no part of a shard
-            return data
-        flipped += 1
-        return data[:-1] + bytes([data[-1] ^ 1])
-
-    with Proxy(int(bad.address.rpartition(":")[2])) as proxy:
-        proxy.spoil = flip
-        bad.address = f"127.0.0.1:{proxy.port}"
-        found = restored(tmp_path, own, Lighthouse(5, [*own, bad, good]))
-    assert flipped
-    assert bad.keeps(5, RANKS, 0), "it is whole there"
-    assert (found.states, found.right) == ([state(5)] * 2, True)
-    told(found, rung="replica", lost_steps=0, **{"from": {"0": "r1h1", "1": "r0h1"}})
-    (rejected,) = found.events("FetchRejected", rank=0)
-    assert (rejected["donor"], rejected["reason"]) == (1, "chunk 0 has a wrong checksum")
 
 
 def test_without_another_source_all_ranks_take_the_older_state(hosts: Make, tmp_path: Path) -> None:
