@@ -1,6 +1,5 @@
 """The configurations that the docs have a user run, by the commands of their pages, word for word."""
 
-import json
 import re
 import shlex
 import subprocess
@@ -66,25 +65,6 @@ class Example(Job):
         up = [sys.executable, "launcher.py", "up", config, *more]
         run = folder / "runs" / load(ROOT / config).job.name
         StartedJob.__init__(self, up, folder, run, folder / "up.log")
-
-
-@pytest.mark.proof
-def test_each_step_has_its_units_while_a_replica_is_away(tmp_path: Path) -> None:
-    steps, at, away_steps = 45, 8, 15
-    rule = {"at_step": at, "replicas": [2], "rank": 0, "signal": "KILL", "down_steps": away_steps}
-    shorter = (f"--train.steps={steps}", f"--chaos={json.dumps([rule])}", "--data.max_bytes=1048576")
-    with Example(tmp_path, "configs/constant.yaml", *shorter, "--quorum.refill=same_step") as job:
-        check(job.end(), steps)
-        rows = job.rows("metrics.jsonl")
-        assert [row["step"] for row in rows] == [*range(1, steps + 1)]
-        away = [row["step"] for row in rows if row["contributors"] == [0, 1, 3]]
-        assert len(away) >= away_steps
-        assert len([row for row in rows if len(row["contributors"]) == 4]) >= at, "it was never whole"
-        short = [row["step"] for row in rows if row["units"] != row["units_wanted"]]
-        whole_at = next(row["step"] for row in rows if len(row["contributors"]) == 4)
-        assert not [step for step in short if step > whole_at]
-        assert {row["units_wanted"] for row in rows} == {12}
-        assert job.replayed()["equal"]
 
 
 FEWER = ("--hosts.spare=0", "--memory.shrink_to=2", "--timeouts.place_s=0.3")  # instead of a spare host

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.fault_injection import hosts_down
 from ft_hsdp.launch.injection import inflict, parse_options
 from ft_hsdp.launch.run.directory import RunDir, alive
 from ft_hsdp.launch.run.status import status
@@ -80,29 +79,6 @@ def test_another_host_is_lost_during_the_swap(tmp_path: Path, second: str) -> No
         assert (recovery["number"], recovery["rung"]) == (2, "copy"), "nothing was loaded in the second life"
         assert recovery["lost_steps"] <= 1
         assert recovery["hosts"]["1"] == ("s0" if second == "r0h0" else "s1")
-        assert job.replayed()["equal"]
-
-
-@pytest.mark.proof
-def test_the_only_replica_goes_on_on_the_host_of_a_spare_replica(tmp_path: Path) -> None:
-    rule = {"kind": "host", "at_step": 14, "replicas": [0], "rank": 3, "for_s": 0}
-    hosts = {"ranks_per_replica": 4, "hosts.per_replica": 2, "spares": 4}
-    safe = {"checkpoint.every": 5, "quorum.on_lost_head": "rollback"}
-    with Job(tmp_path, 20, replicas=1, **hosts, **safe, chaos=[rule]) as job:
-        job.until(lambda: job.events("HostReplaced"), "the swap")
-        job.until(lambda: len(job.events("ReplicaStarted")) == 2, "the second life")
-        ranks = status(RunDir(job.run))["replicas"][0]["ranks"]
-        assert [rank["host"] for rank in ranks] == ["r0h0", "r0h0", "s0", "s0"]
-        check(job.end(), 20)
-        (injected,) = job.events("FailureInjected")
-        assert (injected["kind"], injected["target"]) == ("host", "host r0h1 of replica 0")
-        assert not job.events("FailureLifted")
-        assert [len(agents(job, host)) for host in ("r0h0", "r0h1", "s0")] == [1, 1, 1]
-        (swap,) = job.events("HostReplaced")
-        assert (swap["host"], swap["before"], swap["ranks"]) == ("s0", "r0h1", [2, 3])
-        (failure,) = json.loads((job.run / "summary.json").read_text())["failures"]
-        assert (failure["kind"], failure["replica"]) == ("host", 0)
-        assert hosts_down(job.run, 0) == ["r0h1"]
         assert job.replayed()["equal"]
 
 

@@ -93,19 +93,3 @@ def test_one_that_stands_by_is_promoted_when_a_contributor_is_lost(tmp_path: Pat
     seen = [row["contributors"] for row in rows]
     assert seen.index([0, 1]) < seen.index([0, 2])
     assert seen[0] == seen[-1] == [0, 1, 2, 3]
-
-
-@pytest.mark.proof
-def test_a_cap_makes_the_step_smaller_and_says_so(tmp_path: Path) -> None:
-    """No rank trains more than one micro-batch, so two of three replicas are two thirds of a step."""
-    chaos = [{"at_step": 5, "replicas": [1], "rank": 0, "down_steps": 6}]
-    with Job(tmp_path, 30, **CONSTANT, quorum__max_accumulate=1, chaos=chaos) as job:
-        rows = ended(job, 30, lambda row: len(row["contributors"]) == 2)
-        told = job.events("BatchReduced")
-    small = [row for row in rows if len(row["contributors"]) == 2]
-    assert len(small) >= 6
-    assert {(row["units"], row["units_wanted"]) for row in small} == {(4, 6)}
-    assert all(row["lr_scale"] == pytest.approx((2 / 3) ** 0.5) for row in small)
-    assert told
-    assert all((e["units"], e["units_wanted"]) == (4, 6) for e in told)
-    assert "(quorum.max_accumulate)" in told[0]["reason"]
