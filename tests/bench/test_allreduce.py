@@ -25,8 +25,7 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def standin(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """Let the stand-in take part."""
-    contender = Contender(STAND_IN, "", options, copies=2)
-    monkeypatch.setitem(CONTENDERS, "standin", contender)
+    monkeypatch.setitem(CONTENDERS, "standin", Contender(STAND_IN, "", options))
 
 
 @pytest.mark.proof

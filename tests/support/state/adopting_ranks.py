@@ -1,9 +1,7 @@
 """One rank of RANKS, with RANK and STORE in the environment: adopts each kind of model; a JSON line for each."""
 
-import json
 import os
 import sys
-import traceback
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.fsdp.param_groups import plain_name
 from tests.support.state.shapes import KINDS, Kind
+from tests.support.state.started_ranks import say_of_each
 from tests.support.train.meter import Meter
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["RANKS"])
@@ -82,13 +81,6 @@ def adopt(kind: Kind) -> dict[str, Any]:
 
 
 dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=RANK, world_size=RANKS)
-for name in sys.argv[1:] or KINDS:
-    try:
-        found = adopt(KINDS[name])
-    except Exception:
-        found = {"error": traceback.format_exc()}
-    print(json.dumps({"kind": name, **found}), flush=True)
-    if "error" in found:
-        break  # the ranks may stand at different collectives now
+say_of_each(sys.argv[1:] or KINDS, lambda name: adopt(KINDS[name]))
 dist.destroy_process_group()
 os._exit(0)  # what torch takes down at the end of an interpreter is not what is tested

@@ -1,10 +1,8 @@
 """One rank of RANKS, with RANK and STORE in the environment: adopts a model of each kind; a JSON line for each."""
 
 import contextlib
-import json
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +39,7 @@ from tests.support.state.parallel_models import (
     sharded,
     tensor_parallel,
 )
+from tests.support.state.started_ranks import say_of_each
 
 
 @dataclass(frozen=True)
@@ -206,14 +205,10 @@ def main() -> None:
     """Adopt each kind, in the same order on all ranks."""
     store = f"file://{os.environ['STORE']}"
     dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=RANKS)
-    for name in sys.argv[1:] or [*KINDS, *REFUSED]:
-        try:
-            found = adopt(KINDS[name]) if name in KINDS else refusal(REFUSED[name])
-        except Exception:
-            found = {"error": traceback.format_exc()}
-        print(json.dumps({"kind": name, **found}), flush=True)
-        if "error" in found:
-            break  # the ranks may stand at different collectives now
+    say_of_each(
+        sys.argv[1:] or [*KINDS, *REFUSED],
+        lambda name: adopt(KINDS[name]) if name in KINDS else refusal(REFUSED[name]),
+    )
     os._exit(0)  # what torch takes down at the end of an interpreter is not what is tested
 
 

@@ -1,8 +1,10 @@
-"""Starts the ranks of one replica, which print JSON lines of what they saw."""
+"""Starts the ranks of one replica, which print JSON lines of what they saw; and what prints them."""
 
 import json
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +49,15 @@ def rows_by_kind(module: str, ranks: int, folder: Path, timeout_s: float) -> dic
         for row in rows:
             by_kind.setdefault(row["kind"], []).append(row)
     return by_kind
+
+
+def say_of_each(kinds: Iterable[str], find: Callable[[str], Row]) -> None:
+    """In a rank: print what it finds of each kind, up to the first that fails."""
+    for kind in kinds:
+        try:
+            found = find(kind)
+        except Exception:
+            found = {"error": traceback.format_exc()}
+        print(json.dumps({"kind": kind, **found}), flush=True)
+        if "error" in found:
+            break  # the ranks may stand at different collectives now
