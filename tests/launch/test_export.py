@@ -192,14 +192,6 @@ def test_what_is_missing_is_said(checkpoints, tmp_path, capsys) -> None:
     assert (sorted(found.missing_keys), found.unexpected_keys) == (["body.bias", "body.weight", "scale"], [])
 
 
-def test_the_built_in_model_is_a_file_with_its_own_names_too(checkpoints, tmp_path) -> None:
-    folder, models = checkpoints
-    assert main(["export", str(folder), str(tmp_path / "model.safetensors")]) == 0
-    made = model(1)
-    made.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert all(torch.equal(made.state_dict()[n], t) for n, t in models[20].state_dict().items())
-
-
 @pytest.mark.parametrize("named", ["run", "runs/run"])
 def test_a_run_stands_for_its_checkpoints_and_its_key(checkpoints, tmp_path, monkeypatch, named) -> None:
     """The key of the one who exports is another one."""

@@ -78,20 +78,8 @@ async def test_what_is_told_is_shown(site):
     answer = await call("POST", "/v1/telemetry", site, auth=WORKER, content=protocol.encode(told))
     assert (answer.status_code, answer.content) == (204, b"")
     overview = (await call("GET", "/v1/overview", site)).json()
-    assert overview["head"] | {"steps_per_s": 0} == {
-        "step": 1,
-        "epoch": 1,
-        "loss": None,
-        "lr": 0.1,
-        "lr_scale": 1.0,
-        "step_s": 1.0,
-        "steps_per_s": 0,
-        "tokens_per_s": 0.0,
-        "contributors": [0, 1],
-        "healthy": 2,
-        "units": 6,
-        "units_wanted": None,
-    }
+    head = overview["head"]
+    assert (head["step"], head["loss"], head["healthy"], head["units"]) == (1, None, 2, 6)
     assert overview["replicas"][1]["ranks"][0]["host"] == "node"
     assert overview["job"]["live"]
     assert overview["lighthouse"]["term"] == site.service.state.term
