@@ -192,7 +192,7 @@ class Config(Section):
             allowed = f"a divisor of ranks_per_replica ({self.ranks_per_replica}), or null"
             raise refuse("hosts.per_replica", self.hosts.per_replica, allowed)
         if self.hosts.spare and self.hosts.per_replica is None:
-            allowed = "0 without hosts.per_replica: spare hosts are emulated like those of the replicas"
+            allowed = "0 without hosts.per_replica: it says how many hosts a replica has"
             raise refuse("hosts.spare", self.hosts.spare, allowed)
         if self.spares % self.ranks_per_replica:
             allowed = (

@@ -27,7 +27,7 @@ from ft_hsdp.launch.backend.held import HeldForks
 from ft_hsdp.launch.backend.ranks import LocalRanks
 from ft_hsdp.launch.job import prepare_data, what_is_kept
 from ft_hsdp.launch.run.directory import JobFiles, Row, RunDir, Tailer, supervised, write_config
-from ft_hsdp.launch.standalone import alone, claimed, enter, name_of_agent, note_end
+from ft_hsdp.launch.standalone import alone, claimed, enter, name_of_agent
 from ft_hsdp.lifetime import stop_signals
 
 INJECTIONS_S = 0.2  # between two reads of the log of injected failures
@@ -89,9 +89,7 @@ def replica(config: Config, replica_id: int, url: str | None, holder: int | None
     if holder is None:  # torchrun may have the other ranks of the replica on other machines
         from ft_hsdp.launch.backend import entry  # torch is only needed here
 
-        code = int(entry.main(config, replica_id, run.path))
-        note_end(run, replica_id, code)
-        return code
+        return int(entry.main(config, replica_id, run.path))
     return claimed(claim, run, lambda claim: serve(config, run, urls, claim, holder, replica_id))
 
 

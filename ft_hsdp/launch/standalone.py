@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -21,8 +19,7 @@ from ft_hsdp.config import Config, agreed, load
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.lighthouse_client import Unproved, get_proved, parse_urls, urls_of_run
 from ft_hsdp.core.replica_state import ENTRY, difference
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, ConfigError, LighthouseUnreachable, Retryable
-from ft_hsdp.jsonl import clear_way
+from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.lighthouse_process import check_port
 from ft_hsdp.launch.run import follow
@@ -138,24 +135,6 @@ def claimed(claim: Claim | None, run: RunDir, work: Callable[[Claim], Coroutine[
         return asyncio.run(work(claim))
     finally:
         claim.release()
-
-
-def note_end(run: RunDir, replica_id: int, code: int) -> None:
-    """Write down that this rank must not start again on this host, and why: torchrun itself ends with 1.
-
-    A script that starts torchrun on several nodes finds the line `CODE HOST`, and removes it before each start.
-
-    Args:
-        run: The run's directory.
-        replica_id: The replica of this rank.
-        code: With which this rank ends.
-    """
-    if code in (EXIT_CONFIG, EXIT_HARDWARE):
-        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        with contextlib.suppress(OSError):  # the rank ends with its code all the same
-            said = run.ended(replica_id, int(os.environ["RANK"]))
-            clear_way(said)
-            said.write_text(f"{code} {host}\n")
 
 
 def name_of_agent(token: str, host: str) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 from ft_hsdp.config import Config
 
 TARGETS = {
-    "slurm": "an sbatch array, one element per replica: `bash FILE` submits it with its lighthouse",
-    "jobset": "a Kubernetes JobSet: a lighthouse, and a Job per replica",
+    "slurm": "an sbatch array, one element per replica or machine: `bash FILE` submits it with its lighthouse",
+    "jobset": "a Kubernetes JobSet: a lighthouse, and a Job per replica or machine",
     "rayjob": "a Kubernetes RayJob: `submit` on a Ray cluster of its own",
 }
 SIZES = (
-    ("--nodes-per-replica", "nodes", 1, "nodes of a replica (1)"),
+    ("--nodes-per-replica", "nodes", None, "nodes of a replica (hosts.per_replica, or 1)"),
     ("--cpus-per-rank", "cpus", None, "processors of a rank (train.threads)"),
     ("--gpus-per-rank", "gpus", None, "GPUs of a rank (1 with cuda, else 0)"),
 )

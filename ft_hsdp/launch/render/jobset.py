@@ -1,8 +1,7 @@
-"""A JobSet: a Job for the lighthouse, and one per replica with a pod for each of its nodes.
+"""A JobSet: a Job for the lighthouse, and one per node, which is a replica or a machine with an agent.
 
-A Job that fails ends a JobSet or restarts all of it. So a replica's Job fails only for a reason that all replicas
-share: a refused configuration (exit code 64). After any other end only the pod is replaced, and the others go on
-training. The pods of a replica on several nodes must restart together; JobSet can do that for one Job since 0.12.
+A Job that fails ends a JobSet or restarts all of it. So a Job fails only for a reason that all share: a refused
+configuration (exit code 64). After any other end only the pod is replaced, and the others go on training.
 """
 
 from __future__ import annotations
@@ -30,16 +29,14 @@ from ft_hsdp.memory.hosts import DOMAINS_VARIABLE
 from ft_hsdp.train.identity import HOST_VARIABLE
 
 PORT = 29500
-STORE_PORT = 29400  # rendezvous of the ranks of several nodes
 NO_LIMIT = 2**31 - 1
 LEAVE_S = 5  # from the end of the ranks to the end of the pod
 ZONE = "metadata.labels['topology.kubernetes.io/zone']"  # that of the node, on the pod since Kubernetes 1.35
 INDEX = "metadata.labels['jobset.sigs.k8s.io/job-index']"
-JOB_UID = "metadata.labels['batch.kubernetes.io/controller-uid']"  # new with each start of the replica's pods
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 _HEAD = """\
-{job}: a lighthouse and {replicas} replicas of {ranks} ranks{entry}, for JobSet {version} or later.
+{job}: a lighthouse and {replicas} replicas of {ranks} ranks{entry}, for JobSet 0.8 or later.
 
 The token that all pods share is not in this file. Create it once:
   kubectl create secret generic {secret}{space} --from-literal=token="$(openssl rand -hex 32)"
@@ -60,7 +57,7 @@ def jobset(config: Config, site: Site) -> str:
     layout = shape(config, site)
     name = label(config.job.name)
     port = config.network.port or PORT
-    config = in_pods(spread(config), site.claim)
+    config = in_pods(spread(config, layout), site.claim)
     settings = config.model_copy(update={"network": config.network.model_copy(update={"port": port})})
     secret = site.secret or f"{name}-token"
     runs = site.claim or f"{name}-runs"
@@ -75,29 +72,19 @@ def jobset(config: Config, site: Site) -> str:
                 {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             ),
             "successPolicy": CommentedValue(
-                "the lighthouse ends when all replicas have ended",
-                {"operator": "All", "targetReplicatedJobs": ["replica"]},
+                f"the lighthouse ends when each {layout.part} has ended",
+                {"operator": "All", "targetReplicatedJobs": [layout.part]},
             ),
-            "failurePolicy": _failures(layout),
+            "failurePolicy": CommentedValue(
+                "a Job fails only on a refused configuration, and a restart would not help", {"maxRestarts": 0}
+            ),
             "replicatedJobs": [
                 _lighthouse(site, name, secret, runs, where),
-                _replica(config, site, layout, name, secret, where),
+                _nodes(config, site, layout, name, secret, where),
             ],
         },
     }
-    version = "0.8" if layout.nodes == 1 else "0.12"
-    return pod.manifest(_HEAD, settings, site, jobs, replicas=config.slots, secret=secret, version=version)
-
-
-def _failures(layout: Shape) -> CommentedValue:
-    """Return what the JobSet does when a Job fails."""
-    if layout.nodes == 1:
-        return CommentedValue(
-            "a Job fails only on a refused configuration, and a restart would not help", {"maxRestarts": 0}
-        )
-    alone = {"name": "alone", "action": "RestartJobAndIgnoreMaxRestarts", "targetReplicatedJobs": ["replica"]}
-    text = "only the pods of one replica restart, all together: JobSet 0.12 with its feature gate RestartJob"
-    return CommentedValue(text, {"maxRestarts": 0, "rules": [alone]})
+    return pod.manifest(_HEAD, settings, site, jobs, replicas=config.slots, secret=secret)
 
 
 def _lighthouse(site: Site, name: str, secret: str, runs: str, where: str) -> Tree:
@@ -125,54 +112,44 @@ def _lighthouse(site: Site, name: str, secret: str, runs: str, where: str) -> Tr
     return {"name": "lighthouse", "replicas": 1, "template": {"spec": job}}
 
 
-def _replica(config: Config, site: Site, layout: Shape, name: str, secret: str, where: str) -> Tree:
-    """Return the Jobs of the replicas, with a pod for each node of a replica."""
+def _nodes(config: Config, site: Site, layout: Shape, name: str, secret: str, where: str) -> Tree:
+    """Return the Jobs of the replicas or machines, of one pod each."""
     memory, mount = pod.shared_memory()
+    alone = layout.part == "replica"
+    start = ["replica", CONFIG, "--replica", "$(REPLICA)"] if alone else ["host", CONFIG]
+    labels = {**({"REPLICA": INDEX} if alone else {}), HOST_VARIABLE: pod.NODE, "ZONE": ZONE}
     container = pod.container(
-        "replica",
+        layout.part,
         site.image,
-        command=["python", *_start(layout, name), *COMMAND],
-        args=["replica", CONFIG, "--replica", "$(REPLICA)", "--lighthouse", where],
-        env=[
-            *_environment(
-                secret,
-                {
-                    "REPLICA": INDEX,
-                    **({"JOB_UID": JOB_UID} if layout.nodes > 1 else {}),
-                    HOST_VARIABLE: pod.NODE,
-                    "ZONE": ZONE,
-                },
-            ),
-            {"name": DOMAINS_VARIABLE, "value": "zone=$(ZONE)"},
-        ],
+        command=["python", *COMMAND],
+        args=[*start, "--lighthouse", where],
+        env=[*_environment(secret, labels), {"name": DOMAINS_VARIABLE, "value": "zone=$(ZONE)"}],
         resources=pod.resources(layout.cpus, layout.gpus, site.memory_gib),
         mounts=[mount],
     )
     spec = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": CommentedValue(
-            "after SIGTERM a replica leaves when its step is committed, within timeouts.stop_s",
+            "after SIGTERM a rank leaves when its step is committed, within timeouts.stop_s",
             math.ceil(config.timeouts.stop_s) + LEAVE_S,
         ),
         **pod.rights(),
+        **({} if alone else {"affinity": pod.apart(name)}),
         "containers": [container],
         "volumes": [*pod.volumes(f"{name}-config", site.claim), memory],
     }
-    size = {"parallelism": layout.nodes, "completions": layout.nodes, "completionMode": "Indexed"}
-    job = {**size, **_retries(layout), "template": {"spec": spec}}
+    job = {"parallelism": 1, "completions": 1, **_retries(layout), "template": {"spec": spec}}
     return {
-        "name": "replica",
-        "replicas": config.slots,
+        "name": layout.part,
+        "replicas": layout.count,
         "dependsOn": [{"name": "lighthouse", "status": "Ready"}],
         "template": {"spec": job},
     }
 
 
 def _retries(layout: Shape) -> Tree:
-    """Return what a Job does when a pod ends: on one node the pod is replaced, on several the Job fails."""
-    if layout.nodes > 1:
-        return {"backoffLimit": 0}
-    refused = {"containerName": "replica", "operator": "In", "values": [EXIT_CONFIG]}
+    """Return what a Job does when its pod ends."""
+    refused = {"containerName": layout.part, "operator": "In", "values": [EXIT_CONFIG]}
     disrupted = {"type": "DisruptionTarget", "status": "True"}
     rules = [
         CommentedValue("the configuration was refused", {"action": "FailJob", "onExitCodes": refused}),
@@ -183,22 +160,6 @@ def _retries(layout: Shape) -> Tree:
     ]
     text = "else the pod is replaced without a limit, each time after a longer delay of up to 6 minutes"
     return {"backoffLimit": CommentedValue(text, NO_LIMIT), "podFailurePolicy": {"rules": rules}}
-
-
-def _start(layout: Shape, name: str) -> list[str]:
-    """Return how the ranks of a pod are started: by the supervisor, or by torchrun for several nodes."""
-    if layout.nodes == 1:
-        return []
-    meet = f"{name}-replica-$(REPLICA)-0.{name}:{STORE_PORT}"
-    size = [f"--nnodes={layout.nodes}", f"--nproc-per-node={layout.ranks}", "--max-restarts=0"]
-    return [
-        "-m",
-        "torch.distributed.run",
-        *size,
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={meet}",
-        "--rdzv-id=$(JOB_UID)",
-    ]
 
 
 def _environment(secret: str, labels: Mapping[str, str] = NOTHING) -> list[Tree]:

@@ -139,6 +139,13 @@ def volumes(config: str, claim: str | None) -> list[Tree]:
     return [{"name": "config", "configMap": {"name": config}}, {"name": "runs", **runs}]
 
 
+def apart(job: str) -> Tree:
+    """Return that no two machines of a JobSet are on one node, whose name they have."""
+    labels = {"jobset.sigs.k8s.io/jobset-name": job, "jobset.sigs.k8s.io/replicatedjob-name": "machine"}
+    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": labels}}
+    return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+
+
 def shared_memory() -> tuple[Tree, Tree]:
     """Return a volume and its mount, for a /dev/shm as large as the memory of the pod. The default is 64 MiB."""
     volume = {"name": "shm", "emptyDir": {"medium": "Memory"}}

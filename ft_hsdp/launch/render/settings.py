@@ -22,7 +22,7 @@ from ft_hsdp.errors import ConfigError
 class Site:
     """What the command line says of the site. None: the scheduler's default."""
 
-    nodes: int = 1  # per replica
+    nodes: int | None = None  # per replica; None: hosts.per_replica, or 1
     cpus: int | None = None  # per rank; None: train.threads
     gpus: int | None = None  # per rank; None: 1 with train.device cuda, else 0
     memory_gib: int | None = None  # per node
@@ -40,12 +40,12 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a replica is spread over nodes."""
+    """What a scheduler is asked for: a number of nodes, each by itself, so that one is lost alone."""
 
-    nodes: int  # per replica
-    ranks: int  # per node
-    cpus: int  # per node
-    gpus: int  # per node
+    part: str  # what each is: "replica", or "machine" if any replica may have it
+    count: int
+    cpus: int  # of each
+    gpus: int  # of each
 
 
 _NAME = (re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@-]{0,127}"), "a name")
@@ -79,16 +79,22 @@ def check(site: Site) -> None:
 
 
 def shape(config: Config, site: Site) -> Shape:
-    """Return how a replica is spread over nodes.
+    """Return what the scheduler is asked for.
+
+    A replica on one node is started there again and again. If it has several, or if there are to be spare ones
+    (hosts.spare), each node is a machine to which the lighthouse assigns ranks.
 
     Raises:
         ConfigError: The ranks cannot be spread evenly over the nodes, or a size is out of range.
     """
-    ranks = config.ranks_per_replica
-    if site.nodes < 1 or ranks % site.nodes:
+    ranks, hosts = config.ranks_per_replica, config.hosts
+    nodes = (hosts.per_replica or 1) if site.nodes is None else site.nodes
+    if nodes < 1 or ranks % nodes:
         allowed = f"a divisor of ranks_per_replica ({ranks}): each node gets the same number of ranks"
-        raise ConfigError("--nodes-per-replica", site.nodes, allowed)
-    if site.nodes > 1 and not config.network.allow:
+        raise ConfigError("--nodes-per-replica", nodes, allowed)
+    if nodes != (hosts.per_replica or nodes):
+        raise ConfigError("--nodes-per-replica", nodes, f"{hosts.per_replica}, as hosts.per_replica")
+    if nodes > 1 and not config.network.allow:
         allowed = "the networks of the nodes, such as [10.0.0.0/8]: the ranks of a replica are on several nodes"
         raise ConfigError("network.allow", [], allowed)
     cuda = config.train.device == "cuda"
@@ -98,8 +104,9 @@ def shape(config: Config, site: Site) -> Shape:
         raise ConfigError("--cpus-per-rank", cpus, "1 to 1024")
     if not int(cuda) <= gpus <= 64:
         raise ConfigError("--gpus-per-rank", gpus, f"{int(cuda)} to 64 with train.device {config.train.device}")
-    per_node = ranks // site.nodes
-    return Shape(site.nodes, per_node, per_node * cpus, per_node * gpus)
+    per_node, alone = ranks // nodes, nodes == 1 and not hosts.spare
+    count = config.slots * nodes + hosts.spare
+    return Shape("replica" if alone else "machine", count, per_node * cpus, per_node * gpus)
 
 
 REACH_S = 300.0  # timeouts.reach_s: each part of the job waits in the scheduler's queue by itself
@@ -108,11 +115,12 @@ COMMAND = ("-m", "ft_hsdp.launch.cli")
 _SECRET = re.compile("token|secret|passw|credential|key$", re.IGNORECASE)
 
 
-def spread(config: Config, **job: str) -> Config:
+def spread(config: Config, layout: Shape | None = None, **job: str) -> Config:
     """Return `config` for several machines: with other defaults of network.host and timeouts.reach_s.
 
     Args:
         config: Of the job.
+        layout: Says on how many machines a replica stands, if those are asked for one by one.
         job: New values of keys in the section `job`.
 
     Raises:
@@ -128,6 +136,9 @@ def spread(config: Config, **job: str) -> Config:
         factor = waits.reach_s / TimeoutsConfig().reach_s
         waits = waits.model_copy(update={"reach_s": factor * REACH_S})
     changed = {"network": network, "timeouts": waits, "job": config.job.model_copy(update=job)}
+    if layout is not None and layout.part == "machine":
+        nodes = (layout.count - config.hosts.spare) // config.slots
+        changed["hosts"] = config.hosts.model_copy(update={"per_replica": nodes, "spare": 0})
     return config.model_copy(update=changed)
 
 

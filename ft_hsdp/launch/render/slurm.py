@@ -1,7 +1,9 @@
-"""A Slurm array with one element per replica, a small job for the lighthouse, and a job that ends the lighthouse.
+"""A Slurm array, a small job for the lighthouse, and a job that ends the lighthouse.
 
-`bash FILE` submits all three. An element starts when there is room for it; meanwhile the others train. Elements
-find the lighthouse through the run directory, which is on a file system that all nodes share.
+`bash FILE` submits all three. An element is one node: that of a replica, or a machine with an agent, which gets
+ranks of any replica. It starts when there is room for it; meanwhile the others train. A node that is lost takes no
+other one with it, as it would in an allocation of several. Elements find the lighthouse through the run directory,
+which is on a file system that all nodes share.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ NOTICE_S = 60  # Slurm checks time limits only this often
 
 _HEAD = """\
 #!/usr/bin/env bash
-# {name}: {replicas} replicas of {ranks} ranks{entry}, each an element of the array.
+# {name}: {replicas} replicas of {ranks} ranks{entry}; each {part} is an element of the array.
 #
 #   bash FILE                submit the lighthouse, the array, and the job that ends the lighthouse after the array
 #   sbatch FILE              submit the array only; its lighthouse uses the same folder of runs and runs elsewhere
-#   sbatch --array=2 FILE    submit one replica again
+#   sbatch --array=2 FILE    submit one {part} again
 #
 {directives}
 set -u
@@ -55,7 +57,7 @@ if [ -z "${SLURM_ARRAY_TASK_ID-}${FT_HSDP_PART-}" ]; then
         --wrap="while squeue --noheader --jobs=${lighthouse%%;*} | grep -q .; do
             scancel --batch --signal=TERM ${lighthouse%%;*}; scancel --state=PENDING ${lighthouse%%;*}; sleep 5
         done" >/dev/null
-    echo "lighthouse ${lighthouse%%;*}, replicas ${array%%;*}; logs in $runs/$name-slurm-*.log"
+    echo "lighthouse ${lighthouse%%;*}, array ${array%%;*}; logs in $runs/$name-slurm-*.log"
     exit
 fi
 
@@ -109,37 +111,20 @@ fi
 """
 
 _ELEMENT = """
-replica=$SLURM_ARRAY_TASK_ID
-who="replica $replica"
-job=${SLURM_ARRAY_JOB_ID}_$replica   # SLURM_JOB_ID of one element can be the id of the whole array
-settings > "$runs/$name-slurm-$replica.yaml"
-broken=$(hostname -s)   # if the code is 76
+element=$SLURM_ARRAY_TASK_ID
+who="@PART@ $element"
+job=${SLURM_ARRAY_JOB_ID}_$element   # SLURM_JOB_ID of one element can be the id of the whole array
+settings > "$runs/$name-slurm-$element.yaml"
 """
 
-_ONE_NODE = """run "$python" @COMMAND@ replica "$runs/$name-slurm-$replica.yaml" --replica "$replica"
-"""
-
-_NODES = """\
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 10000))
-code=75
-ended=$runs/$name/replicas/$replica/ended
-# Not through srun, which would end its step at once. If the element is cancelled, Slurm signals all its processes.
-# shellcheck disable=SC2317,SC2329
-tell() { [ "$notice" = told ] || scancel --signal=TERM "$job"; }
-for try in $(seq 0 "$budget"); do   # all nodes of the replica start together, with a new rendezvous id
-    rm -f "$ended"-*
-    run srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
-        "$python" -m torch.distributed.run --nnodes=@NODES@ --nproc-per-node=@RANKS@ --max-restarts=0 \\
-        --rdzv-backend=c10d --rdzv-endpoint="$head:$port" \\
-        --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$try" \\
-        @COMMAND@ replica "$runs/$name-slurm-$replica.yaml" --replica "$replica"
-    if [ "$code" -eq 0 ] || [ -n "$notice" ]; then break; fi
-    # torchrun ends with 1. What the same nodes cannot mend, 64 or 76, a rank has left with the name of its node.
-    told=$(cat "$ended"-* 2>/dev/null | sort -n | head -n 1)
-    if [ -n "$told" ]; then code=${told%% *} broken=${told#* }; break; fi
-done
-"""
+_START = {
+    "replica": """run "$python" @COMMAND@ replica "$runs/$name-slurm-$element.yaml" --replica "$element"
+""",
+    "machine": """\
+export FT_HSDP_HOST="${SLURMD_NODENAME:-$(hostname -s)}-$element"   # elements may share a node
+run "$python" @COMMAND@ host "$runs/$name-slurm-$element.yaml"
+""",
+}
 
 _VERDICT = """
 if [ "$code" -eq 0 ]; then exit 0; fi
@@ -151,7 +136,7 @@ if compgen -G "$runs/$name/replicas/*/final.json" >/dev/null; then
 fi
 case $code in
     64) echo "$who: the configuration was refused, see above" ;;
-    76) echo "$who: $broken is broken; sbatch --array=$replica --exclude=$broken FILE" ;;
+    76) echo "$who: the node is broken; sbatch --array=$element --exclude=$(hostname -s) FILE" ;;
     *) if [ "${SLURM_RESTART_COUNT:-0}" -lt "$budget" ]; then again "exit $code"; fi ;;
 esac
 exit "$code"
@@ -166,21 +151,18 @@ def slurm(config: Config, site: Site) -> str:
     """
     check(site)
     layout = shape(config, site)
-    config = _absolute(spread(config))
-    if site.nodes == 1:
-        ranks = _ONE_NODE
-    else:
-        ranks = _NODES.replace("@NODES@", str(layout.nodes)).replace("@RANKS@", str(layout.ranks))
+    config = _absolute(spread(config, layout))
     command = " ".join(COMMAND)
     # The node of the lighthouse is known only when it starts, so the script gives its name then.
     host = '--network.host="$(hostname)" ' if config.network.host == "0.0.0.0" else ""
     port = str(config.network.port or '"$((30000 + SLURM_JOB_ID % 10000))"')
     lighthouse = _LIGHTHOUSE.replace("@HOST@", host).replace("@PORT@", port)
-    body = _submit(site) + lighthouse + _ELEMENT + ranks + _VERDICT
+    body = _submit(site) + lighthouse + _ELEMENT + _START[layout.part] + _VERDICT
     head = _HEAD.format(
         name=config.job.name,
         replicas=config.slots,
         ranks=config.ranks_per_replica,
+        part=layout.part,
         entry=what_runs(config),
         directives="".join(f"#SBATCH {line}\n" for line in _directives(config, site, layout)),
         runs=shlex.quote(config.job.runs_dir),
@@ -188,7 +170,7 @@ def slurm(config: Config, site: Site) -> str:
         budget=config.restart.budget,
         settings=dump(config),
     )
-    return head + body.replace("@COMMAND@", command)
+    return head + body.replace("@COMMAND@", command).replace("@PART@", layout.part)
 
 
 def _directives(config: Config, site: Site, layout: Shape) -> list[str]:
@@ -196,8 +178,8 @@ def _directives(config: Config, site: Site, layout: Shape) -> list[str]:
     folder = config.job.runs_dir.replace("%", "%%")
     asked = {
         "job-name": config.job.name,
-        "array": f"0-{config.slots - 1}",
-        "nodes": layout.nodes,
+        "array": f"0-{layout.count - 1}",
+        "nodes": 1,
         "ntasks-per-node": 1,
         "cpus-per-task": layout.cpus,
         "gpus-per-node": layout.gpus or None,

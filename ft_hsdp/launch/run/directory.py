@@ -108,10 +108,6 @@ class RunDir:
         """Return the path of the replica's ranks and their pids, written by its supervisor."""
         return self.replica(replica) / "processes.json"
 
-    def ended(self, replica: int, rank: int) -> Path:
-        """Return the path of the exit code and host of a rank of torchrun that must not start there again."""
-        return self.replica(replica) / f"ended-{rank}"
-
     def rank_end(self, replica: int, rank: int) -> Path:
         """Return the path of what a rank says about its end, unless a signal ended it."""
         return self.replica(replica) / f"rank{rank}.end.json"

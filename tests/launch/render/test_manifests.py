@@ -192,14 +192,19 @@ def test_a_replica_of_a_jobset_starts_and_ends_by_itself() -> None:
     )
 
 
-def test_the_nodes_of_a_replica_start_again_together() -> None:
-    config = _quickstart("--ranks_per_replica=8", "--network.allow=[10.0.0.0/8]")
-    spec = _parts(jobset(config, Site(image="a", nodes=4)))["JobSet"]["spec"]
-    job = spec["replicatedJobs"][1]["template"]["spec"]
-    assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (4, 4, 0)
-    assert spec["failurePolicy"]["rules"][0]["action"] == "RestartJobAndIgnoreMaxRestarts"
-    command = job["template"]["spec"]["containers"][0]["command"]
-    assert {"--nnodes=4", "--nproc-per-node=2", "--max-restarts=0", "--rdzv-id=$(JOB_UID)"} <= set(command)
+def test_each_machine_of_a_jobset_is_a_job_on_a_node_of_its_own() -> None:
+    hosts = "--hosts.per_replica=4", "--hosts.spare=2"
+    parts = _parts(jobset(_quickstart("--ranks_per_replica=8", *hosts, "--network.allow=[10.0.0.0/8]"), IMAGE))
+    spec = parts["JobSet"]["spec"]
+    assert spec["successPolicy"]["targetReplicatedJobs"] == ["machine"]
+    machine = spec["replicatedJobs"][1]
+    assert (machine["name"], machine["replicas"]) == ("machine", 3 * 4 + 2)
+    pod = machine["template"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["args"][:2] == ["host", "/etc/ft_hsdp/config.yaml"]
+    assert pod["containers"][0]["resources"]["requests"]["cpu"] == "2"
+    (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert apart["labelSelector"]["matchLabels"]["jobset.sigs.k8s.io/replicatedjob-name"] == machine["name"]
+    assert "per_replica: 4" in parts["ConfigMap"]["data"]["config.yaml"]
 
 
 def test_a_rayjob_has_the_pods_that_the_placement_needs() -> None:

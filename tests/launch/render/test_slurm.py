@@ -1,6 +1,5 @@
 """`render slurm`: the script submits, tells Slurm's signals apart, and queues again what that may help."""
 
-import contextlib
 import json
 import os
 import re
@@ -13,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from ft_hsdp.config import Config, load, parse
@@ -22,6 +20,7 @@ from ft_hsdp.launch import cli
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.render.settings import Site
 from ft_hsdp.launch.render.slurm import slurm
+from ft_hsdp.launch.run.directory import read_json, read_jsonl
 from tests.support.aborted import aborted
 from tests.support.launch.slurm_cluster import SlurmCluster
 from tests.support.waiting import until
@@ -36,18 +35,13 @@ echo "$((10 + $(wc -l < "$0.log")));cluster"
 """
 SCONTROL = """#!/usr/bin/env bash
 echo "$*" >> "$0.log"
-[ "$1" != show ] || echo node1
 exit 1   # Slurm would end the script now
 """
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "$0.log"
 trap 'exit 143' TERM
-[ "$FAKE_CODE" != wait ] || { echo $$ > "$0.pid"; touch "$0.runs"; sleep 60 & wait; }
+[ "$FAKE_CODE" != wait ] || { touch "$0.runs"; sleep 60 & wait; }
 exit "$FAKE_CODE"
-"""
-SCANCEL = """#!/usr/bin/env bash
-echo "$*" >> "$0.log"
-kill "$(cat "${0%/*}/srun.pid")"
 """
 
 
@@ -59,13 +53,11 @@ def _config(tmp_path: Path, *overrides: str) -> Config:
 class Fakes:
     """A rendered script, and stand-ins for Slurm's programs and for Python that log their arguments."""
 
-    def __init__(self, folder: Path, *overrides: str, nodes: int = 1) -> None:
+    def __init__(self, folder: Path, *overrides: str, nodes: int | None = None) -> None:
         self.folder = folder
-        self.said = subprocess.DEVNULL  # where the script's stdout goes
         for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL), ("python", PYTHON)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
-        (folder / "srun").symlink_to("python")
         (folder / "runs").mkdir()
         self.script = folder / "job.sh"
         self.script.write_text(
@@ -75,11 +67,8 @@ class Fakes:
     def start(self, code: int | str, **env: str) -> subprocess.Popen[bytes]:
         path = f"{self.folder}:{os.environ['PATH']}"
         command = ["bash", str(self.script)]
-        return subprocess.Popen(
-            command,
-            env={"PATH": path, "FAKE_CODE": str(code), **env},
-            stdout=self.said,
-        )
+        said = {"PATH": path, "FAKE_CODE": str(code), **env}
+        return subprocess.Popen(command, env=said, stdout=subprocess.DEVNULL)
 
     def element(self, code: int | str, **env: str) -> subprocess.Popen[bytes]:
         given = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "1"}
@@ -89,8 +78,8 @@ class Fakes:
         file = self.folder / f"{program}.log"
         return file.read_text().splitlines() if file.exists() else []
 
-    def until_it_runs(self, program: str = "python") -> None:
-        until((self.folder / f"{program}.runs").exists, f"{program} runs")
+    def until_it_runs(self) -> None:
+        until((self.folder / "python.runs").exists, "it runs")
 
 
 @pytest.fixture
@@ -117,16 +106,23 @@ def test_shells_understand_the_script(tmp_path: Path, site: Site, overrides: tup
     subprocess.run([found, "--severity=style", script], check=True)
 
 
-def test_the_array_asks_for_what_a_replica_needs(tmp_path: Path) -> None:
+def test_the_array_asks_for_a_node_for_each_machine_and_spare_ones(tmp_path: Path) -> None:
     site = Site(nodes=2, cpus=4, gpus=1, memory_gib=8, partition="gpu", account="a", time="60")
-    sizes = ("--ranks_per_replica=8", "--max_replicas=5", "--timeouts.stop_s=45.5", NETWORK)
+    sizes = (
+        "--ranks_per_replica=8",
+        "--max_replicas=5",
+        "--hosts.per_replica=2",
+        "--hosts.spare=1",
+        "--timeouts.stop_s=45.5",
+        NETWORK,
+    )
     text = slurm(_config(tmp_path, *sizes), site)
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", text, re.MULTILINE))
     assert asked == {
         "requeue": "",
         "job-name": "quickstart",
-        "array": "0-4",
-        "nodes": "2",
+        "array": "0-10",
+        "nodes": "1",
         "ntasks-per-node": "1",
         "cpus-per-task": "16",
         "gpus-per-node": "4",
@@ -166,6 +162,19 @@ def test_an_element_is_the_replica_of_its_number(fakes: Fakes) -> None:
     assert fakes.log("scontrol") == []
 
 
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "hosts"), [((), 2, 2), (("--hosts.per_replica=1", "--hosts.spare=1"), None, 1)]
+)
+def test_an_element_is_a_machine_where_replicas_have_several_or_some_spare(tmp_path, sizes, nodes, hosts) -> None:
+    fakes = Fakes(tmp_path, NETWORK, *sizes, nodes=nodes)
+    assert fakes.element(0).wait(20) == 0
+    settings = tmp_path / "runs/quickstart-slurm-1.yaml"
+    (ran,) = fakes.log("python")
+    assert ran.split() == ["-m", "ft_hsdp.launch.cli", "host", str(settings)]
+    said = load(settings).hosts
+    assert (said.per_replica, said.spare) == (hosts, 0), "a machine that no replica needs is spare"
+
+
 @pytest.mark.parametrize(("code", "again"), [(75, True), (69, True), (1, True), (64, False), (76, False)])
 def test_only_what_may_help_is_queued_again(fakes: Fakes, code: int, again: bool) -> None:
     assert fakes.element(code).wait(20) == (75 if again else code)
@@ -194,21 +203,6 @@ def test_its_clock_queues_an_element_again_and_a_stop_does_not(fakes, number, co
     assert fakes.log("scontrol") == (["requeue 9_1"] if again else [])
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
-def test_the_nodes_of_a_replica_are_told_by_slurm_alone(tmp_path: Path, number: int, code: int) -> None:
-    """A signal to srun ends its step at once; and when an element has to end, Slurm tells every process of it."""
-    fakes = Fakes(tmp_path, NETWORK, nodes=2)
-    (tmp_path / "scancel").write_text(SCANCEL)
-    (tmp_path / "scancel").chmod(0o755)
-    element = fakes.element("wait", SLURM_JOB_NODELIST="node[1-2]", SLURM_CPUS_PER_TASK="1")
-    fakes.until_it_runs("srun")
-    element.send_signal(number)
-    if number == signal.SIGTERM:
-        os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGTERM)
-    assert element.wait(20) == code
-    assert fakes.log("scancel") == (["--signal=TERM 9_1"] if number == signal.SIGUSR1 else [])
-
-
 def test_a_lighthouse_starts_again_on_its_port_until_it_is_told_to_end(fakes: Fakes) -> None:
     (fakes.folder / "python").write_text(PYTHON.replace("exit 143", 'echo told >> "$0.log"; exit 0'))
     lighthouse = fakes.start("wait", SLURM_JOB_ID="12", FT_HSDP_PART="lighthouse")
@@ -231,36 +225,6 @@ def test_a_lighthouse_whose_time_is_up_is_queued_again(fakes: Fakes) -> None:
     assert fakes.log("scontrol") == ["requeue 12"]
 
 
-def test_all_nodes_of_a_replica_start_again_under_a_new_name(tmp_path: Path) -> None:
-    fakes = Fakes(tmp_path, NETWORK, nodes=2)
-    nodes = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_RESTART_COUNT": "2", "SLURM_CPUS_PER_TASK": "3"}
-    assert fakes.element(1, **nodes).wait(20) == 75
-    starts = fakes.log("srun")
-    assert all({"--nnodes=2", "--nproc-per-node=1", "--max-restarts=0"} <= {*start.split()} for start in starts)
-    assert all("--cpus-per-task=3" in start for start in starts), "srun does not take it from sbatch"
-    assert [re.findall(r"--rdzv-id=(\S+)", start) for start in starts] == [[f"9-2-{n}"] for n in range(BUDGET + 1)]
-
-
-@pytest.mark.parametrize(
-    ("ends", "code", "starts"), [(["76 node2"], 76, 1), (["76 node2", "64 node1"], 64, 1), ([], 75, BUDGET + 1)]
-)
-def test_what_the_same_nodes_cannot_mend_ends_a_replica_of_several_nodes(tmp_path, ends, code, starts) -> None:
-    """torchrun ends with 1, whatever its ranks end with. What an earlier start has left does not count."""
-    fakes = Fakes(tmp_path, NETWORK, nodes=2)
-    fakes.said = subprocess.PIPE
-    folder = tmp_path / "runs/quickstart/replicas/1"
-    folder.mkdir(parents=True)
-    (folder / "ended-9").write_text("76 node9\n")
-    left = "".join(f"echo {end} > {folder}/ended-{rank}; " for rank, end in enumerate(ends))
-    (tmp_path / "srun").unlink()
-    (tmp_path / "srun").write_text(f'#!/usr/bin/env bash\necho "$*" >> "$0.log"\n{left}exit 1\n')
-    (tmp_path / "srun").chmod(0o755)
-    element = fakes.element(1, SLURM_JOB_NODELIST="node[1-2]", SLURM_CPUS_PER_TASK="1")
-    said = element.communicate(timeout=20)[0].decode()
-    assert (element.returncode, len(fakes.log("srun"))) == (code, starts)
-    assert ("--exclude=node2" in said) == (code == 76)
-
-
 @pytest.mark.parametrize(
     ("site", "overrides", "key"),
     [
@@ -268,6 +232,7 @@ def test_what_the_same_nodes_cannot_mend_ends_a_replica_of_several_nodes(tmp_pat
         (Site(account="a\n#SBATCH --x"), (), "--account"),
         (Site(time="soon"), (), "--time"),
         (Site(nodes=2), (), "network.allow"),
+        (Site(nodes=2), (NETWORK, "--hosts.per_replica=1"), "--nodes-per-replica"),
         (Site(), ('--job.runs_dir=a"b',), "job.runs_dir"),
         (Site(), ("--lighthouse.count=2", "--lighthouse.etcd=[http://a:2379]"), "lighthouse.count"),
     ],
@@ -325,7 +290,7 @@ class Submitted:
         script = folder / "job.sh"
         script.write_text(slurm(parse({**job, "job": {"name": "tiny", "runs_dir": str(self._runs)}}), site))
         cluster.environment.update({"PYTHONPATH": environment()["PYTHONPATH"]})
-        self.array = cluster.run("bash", str(script)).partition("replicas ")[2].partition(";")[0]
+        self.array = cluster.run("bash", str(script)).partition("array ")[2].partition(";")[0]
 
     def rows(self, replica: int, name: str = "commits.jsonl") -> list[dict[str, Any]]:
         file = self.run / f"replicas/{replica}" / name
@@ -338,15 +303,16 @@ class Submitted:
     def log(self, replica: int) -> str:
         return (self._runs / f"tiny-slurm-{replica}.log").read_text()
 
-    def ranks(self) -> dict[int, dict[str, str]]:
-        """The environments of all ranks that torchrun has started, by pid."""
-        found = {}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                said = process.environ()
-                if "RANK" in said and any(str(self._runs) in word for word in process.cmdline()):
-                    found[process.pid] = said
-        return found
+    def ranks(self, replica: int) -> list[dict[str, Any]]:
+        """Those of one of its hosts."""
+        rows: list[dict[str, Any]] = read_json(self.run / f"replicas/{replica}/processes.json")["ranks"]
+        return rows
+
+    def element(self, replica: int) -> int:
+        """The element that has rank 0 of a replica."""
+        starts = read_jsonl(self.run / "lighthouse/events.jsonl")
+        hosts = [row["hosts"] for row in starts if row["event"] == "ReplicaStarted" and row["replica"] == replica]
+        return int(hosts[-1][0].rpartition("-")[2])
 
     def goes_and_comes_back(self, replica: int) -> None:
         """Wait until the other one has trained alone since now, and then both have."""
@@ -371,25 +337,34 @@ class Submitted:
 @pytest.mark.timeout(600)
 @pytest.mark.multiproc
 @pytest.mark.soak
-def test_a_replica_on_two_nodes_starts_again_on_both_and_leaves_both(tmp_path: Path) -> None:
-    sizes = {"ranks_per_replica": 2, "network": {"allow": ["127.0.0.0/8"]}}
+def test_a_spare_element_takes_the_place_of_one_that_leaves_or_is_cancelled(tmp_path: Path) -> None:
+    sizes = {
+        "ranks_per_replica": 2,
+        "hosts": {"per_replica": 1, "spare": 1},
+        "network": {"allow": ["127.0.0.0/8"]},
+    }
     with SlurmCluster(nodes=2) as cluster:
-        job = Submitted(cluster, tmp_path, {**JOB, **sizes}, Site(python=sys.executable, nodes=2, cpus=2))
+        job = Submitted(cluster, tmp_path, {**JOB, **sizes}, Site(python=sys.executable))
         job.until(lambda: len(job.rows(0)) >= 10 and len(job.rows(1)) >= 10, "both train")
 
-        # Told by Slurm's clock, all of its ranks leave.
-        cluster.run("scancel", "--batch", "--signal=USR1", f"{job.array}_1")
+        # Told by Slurm's clock, the ranks of an element leave after a step, and a spare one gets them.
+        element = job.element(1)
+        cluster.run("scancel", "--batch", "--signal=USR1", f"{job.array}_{element}")
         job.goes_and_comes_back(1)
-        assert "LeaveRequested" in {e["event"] for e in job.events()}
+        assert job.element(1) != element
         assert aborted(job.events()) == []
+        job.until(lambda: "; requeued" in job.log(element), "it is requeued")
+        job.until(lambda: job.log(element).count(" joined, ") == 2, "it is spare")
 
-        # One rank dies: srun ends the other node's, and both start again.
-        ranks = {r["RANK"]: pid for pid, r in job.ranks().items() if r["SLURM_ARRAY_TASK_ID"] == "1"}
-        nodes = {job.ranks()[pid]["SLURMD_NODENAME"] for pid in ranks.values()}
-        assert (sorted(ranks), len(nodes)) == (["0", "1"], 2)
-        os.kill(ranks["1"], signal.SIGKILL)
+        # A rank dies: it starts again in its element, of which Slurm does not notice anything.
+        element = job.element(1)
+        os.kill(next(rank["pid"] for rank in job.ranks(1)), signal.SIGKILL)
         job.goes_and_comes_back(1)
-        assert "; requeued" in job.log(1), "the clock did that, and the death did not"
-        assert job.log(1).count("; requeued") == 1
+        assert job.element(1) == element
+
+        # An element that is lost, with all its processes.
+        cluster.run("scancel", "--signal=KILL", "--full", f"{job.array}_{element}")
+        job.goes_and_comes_back(1)
+        assert job.element(1) != element
         cluster.run("scancel", job.array)
         job.ends()
