@@ -42,38 +42,31 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def wasted_time(checkpoint: float, interval: float, retrieval: float, iteration: float = 0.0) -> float:
+def wasted_time(checkpoint: float, interval: float, retrieval: float) -> float:
     """Return the mean time that a failure wastes with periodic checkpoints (GEMINI §2.1, equation 1).
 
     Raises:
-        ValueError: the interval is shorter than a checkpoint or a step (equation 2).
+        ValueError: the interval is shorter than a checkpoint (equation 2).
     """
-    if interval < max(checkpoint, iteration):
-        raise ValueError(
-            f"a checkpoint each {interval:g} is not possible: it takes {max(checkpoint, iteration):g}"
-        )
+    if interval < checkpoint:
+        raise ValueError(f"a checkpoint each {interval:g} is not possible: it takes {checkpoint:g}")
     return checkpoint + interval / 2 + retrieval
 
 
-def restart_cost(overhead: float, restart: float, step: float, every: int) -> float:
+def restart_cost(restart: float, step: float, every: int) -> float:
     """Return the mean cost of a failure for a job that restarts from a checkpoint (DeadPool §IV).
 
-    Args:
-        overhead: of checkpointing itself.
-        every: steps between two checkpoints. On the average (every - 1) / 2 steps are repeated.
+    There are ``every`` steps between two checkpoints: on the average (every - 1) / 2 steps are repeated.
     """
-    return overhead + restart + step * (every - 1) / 2
+    return restart + step * (every - 1) / 2
 
 
-def swap_cost(overhead: float, swap: float, step: float, part: float = 0.5) -> float:
+def swap_cost(swap: float, step: float, part: float) -> float:
     """Return the mean cost of a failure for a job that goes on from copies in memory (DeadPool §IV).
 
-    Args:
-        overhead: of the copies.
-        swap: time until the lost host is replaced.
-        part: of a step that is lost, from 0 to 1.
+    The lost host is replaced after ``swap``, and this part of a step is lost.
     """
-    return overhead + swap + step * part
+    return swap + step * part
 
 
 def effective_ratio(between: float, cost: float, reading: Reading = "renewal") -> float:
@@ -114,19 +107,14 @@ class HostAway:
     start: float  # time from a start of the replica until it trains, with fewer or with all ranks
 
     def lost_waiting(self, away: float) -> float:
-        """Return the units that are lost if the replica waits for the host and starts once.
-
-        Args:
-            away: time until there is a host.
-        """
+        """Return the units that are lost if the replica waits for the host, so long away, and starts once."""
         return (self.full - self.without) * (away + self.start)
 
     def lost_shrinking(self, away: float) -> float:
         """Return the units that are lost if the replica goes on with fewer ranks: it starts twice.
 
-        Args:
-            away: time until there is a host. Up to `patience` this is `lost_waiting`. A host that comes while the
-                replica starts with fewer ranks is used after that start.
+        Up to `patience` this is `lost_waiting`. A host that comes while the replica starts with fewer ranks is
+        used after that start.
         """
         if away <= self.patience:
             return self.lost_waiting(away)

@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING
 from ft_hsdp.analysis.costs import Assumptions, option, replicated_ratio, wasted_time
 from ft_hsdp.analysis.fewer_ranks import fewer_ranks, tensors
 from ft_hsdp.analysis.plan_table import Document, size_of
-from ft_hsdp.analysis.reliability import (
-    DAY_S,
-    MONTH_DAYS,
-    CopyFigures,
-    HostFailures,
-    Reliability,
-    reliability,
-)
+from ft_hsdp.analysis.reliability import DAY_S, MONTH_DAYS, CopyFigures, Reliability, reliability
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.memory.copies import SLOTS, MemberHosts, Plan, default_copies, room, unmet
 from ft_hsdp.memory.hosts import Host, Level, known, locate
@@ -70,20 +63,12 @@ def plan(
     if most == 0:
         least = f"{SLOTS * shard / 1e9:.3g} or more: {SLOTS} of a shard of {size_of(shard)}; or null"
         raise ConfigError("memory.budget_gb", budget, least)
-    failures = HostFailures(
-        per_day=assumptions.host_failures_per_month / MONTH_DAYS,
-        replace_s=assumptions.replace_s,
-        swap_s=assumptions.swap_s,
-        restart_s=assumptions.restart_s,
-        step_s=assumptions.step_s,
-        # Without checkpoints, a lost state costs all steps.
-        checkpoint_every=config.checkpoint.every or config.train.steps,
-    )
-    found = reliability(replicas, [shard] * ranks, wanted, level, failures, most, every, MOST_LOST)
+    kept_every = config.checkpoint.every or config.train.steps  # without checkpoints, a lost state costs all steps
+    found = reliability(replicas, [shard] * ranks, wanted, level, assumptions, kept_every, most, every, MOST_LOST)
     network, storage = (gbps * GIGABIT for gbps in (assumptions.network_gbps, assumptions.storage_gbps))
     retrieval = shard * ranks / len(set(replicas[0])) / network
     writing = shard * ranks / storage
-    stored = max(failures.checkpoint_every * assumptions.step_s, writing), writing
+    stored = max(kept_every * assumptions.step_s, writing), writing
     if asked is not None and found.plan.unprotected:
         members = [MemberHosts(n, tuple(each), True) for n, each in enumerate(replicas)]
         raise ConfigError("memory.copies", asked, unmet(members, asked, level, most))
@@ -109,7 +94,7 @@ def plan(
         "replicas_alone": _figures(found.without_copies, assumptions.step_s, retrieval, stored),
         "effective_ratio_stalls": _with_stalls(assumptions, replicas),
         "fewer_ranks": fewer_ranks(config, assumptions, replicas, shard * ranks),
-        "assumptions": {**asdict(assumptions), "steps_between_checkpoints": failures.checkpoint_every},
+        "assumptions": {**asdict(assumptions), "steps_between_checkpoints": kept_every},
     }
 
 
@@ -195,12 +180,10 @@ def _sent(found: Reliability, shard: int) -> int:
 
 
 def _figures(figures: CopyFigures, interval: float, retrieval: float, stored: tuple[float, float]) -> Document:
-    """Return the figures of one side.
+    """Return the figures of one side; all times are in seconds.
 
-    Args:
-        interval: seconds between two states of which all copies are made.
-        retrieval: seconds in which a host reads its part of a state in memory.
-        stored: seconds between two checkpoints, and in which one is written or read.
+    A state of which all copies are made follows after ``interval``; a host reads its part of it in ``retrieval``.
+    ``stored`` has the time between two checkpoints, and that in which one is written or read.
     """
     survives = [
         {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import inf
 
-from ft_hsdp.analysis.costs import Reading, effective_ratio, restart_cost, swap_cost
+from ft_hsdp.analysis.costs import Assumptions, Reading, effective_ratio, restart_cost, swap_cost
 from ft_hsdp.analysis.survival import expected_losses, probability, survivable
 from ft_hsdp.memory.copies import SLOTS, MemberHosts, Plan, missing_copies
 from ft_hsdp.memory.hosts import LEVELS, Host, Level
@@ -22,18 +22,6 @@ MONTH_DAYS = 30.0
 READINGS: tuple[Reading, Reading] = ("wall_clock", "renewal")
 
 Holders = tuple[Host, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HostFailures:
-    """How often hosts fail, and what it takes to go on."""
-
-    per_day: float  # losses of one host
-    replace_s: float  # until a lost host is replaced, and its copies are made again
-    swap_s: float  # until a replica goes on with another host and a state in memory
-    restart_s: float  # until the job goes on from a checkpoint
-    step_s: float
-    checkpoint_every: int  # steps between two checkpoints; 0: there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +52,8 @@ def reliability(
     shard_bytes: Sequence[int],
     copies: int,
     level: Level,
-    failures: HostFailures,
+    assumptions: Assumptions,
+    checkpoint_every: int,
     room: int | None = None,
     every: int = 1,
     most_lost: int = 4,
@@ -73,10 +62,8 @@ def reliability(
 
     Args:
         replicas: the hosts of each replica's ranks.
-        copies: wanted copies of each shard; see `missing_copies`, as for the next arguments.
-        level: what the hosts of two copies must not share.
-        failures: rates and times.
-        room: shards that a host can keep for others.
+        copies: wanted copies of each shard; see `missing_copies`, as for level and room.
+        checkpoint_every: steps between two checkpoints; 0: there are none.
         every: steps between two states of which copies are made.
         most_lost: the probability of surviving is given for 1 to so many lost hosts.
     """
@@ -86,13 +73,14 @@ def reliability(
     holders = [list(hosts) for hosts in natural]
     for copy in plan.copies:
         holders[copy.rank].append(copy.holder)
+    about = len(replicas), assumptions, checkpoint_every
     return Reliability(
         holders=tuple(map(tuple, holders)),
         plan=plan,
         copied_bytes=sum(shard_bytes[copy.rank] for copy in plan.copies),
         host_bytes=_host_bytes(replicas, plan, shard_bytes),
-        with_copies=_kept(holders, len(replicas), failures, every if plan.copies else 1, most_lost),
-        without_copies=_kept(natural, len(replicas), failures, 1, most_lost),
+        with_copies=_kept(holders, *about, every if plan.copies else 1, most_lost),
+        without_copies=_kept(natural, *about, 1, most_lost),
     )
 
 
@@ -123,7 +111,12 @@ def _host_bytes(replicas: Sequence[Sequence[Host]], plan: Plan, shard_bytes: Seq
 
 
 def _kept(
-    holders: Sequence[Sequence[Host]], replicas: int, failures: HostFailures, every: int, most_lost: int
+    holders: Sequence[Sequence[Host]],
+    replicas: int,
+    assumptions: Assumptions,
+    checkpoint_every: int,
+    every: int,
+    most_lost: int,
 ) -> CopyFigures:
     sets = {frozenset(host.name for host in each) for each in holders}
     hosts = len(frozenset().union(*sets))
@@ -131,13 +124,16 @@ def _kept(
     survives = {
         lost: None if ways is None else probability(ways, lost) for lost in range(1, min(most_lost, hosts) + 1)
     }
-    per_second = failures.per_day / DAY_S  # of one host
-    losses = sum(loss_rate(1, len(each), per_second, failures.replace_s) for each in sets)
+    step_s, per_second = (
+        assumptions.step_s,
+        assumptions.host_failures_per_month / MONTH_DAYS / DAY_S,
+    )  # of one host
+    losses = sum(loss_rate(1, len(each), per_second, assumptions.replace_s) for each in sets)
     part = min(1.0, losses / (hosts * per_second)) if per_second else 0.0  # of the failures take a state with them
-    lost_s = (1 - part) * swap_cost(0.0, failures.swap_s, failures.step_s, part=(1 + every) / 2) / replicas
+    lost_s = (1 - part) * swap_cost(assumptions.swap_s, step_s, (1 + every) / 2) / replicas
     if part:
-        checkpoint = failures.checkpoint_every
-        lost_s += part * restart_cost(0.0, failures.restart_s, failures.step_s, checkpoint) if checkpoint else inf
+        restart_s = restart_cost(assumptions.restart_s, step_s, checkpoint_every) if checkpoint_every else inf
+        lost_s += part * restart_s
     clock, renewal = (
         effective_ratio(1 / (hosts * per_second), lost_s, reading) if per_second else 1.0 for reading in READINGS
     )

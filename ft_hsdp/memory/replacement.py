@@ -98,7 +98,6 @@ def assign(
     lost: Collection[str],
     spares: Sequence[Host],
     level: Level,
-    keepers: Mapping[tuple[int, int], Collection[str]] | None = None,
     shrunk: Mapping[int, int] | None = None,
     lenders: Collection[int] = (),
     serves: Callable[[str, int], bool] = lambda host, replica: True,
@@ -107,9 +106,8 @@ def assign(
 
     A host that lives stays. Replicas that do not run come first, and of them those that need the fewest hosts;
     then those that go on with fewer ranks, the smallest first. A replica gets hosts only if there are enough for
-    all its ranks. Of the spares, one that keeps a copy of the lost shards is best, since nothing has
-    to be fetched then; next, one whose domain has no other copy of them; next, one that is near the rest of the
-    replica, whose collectives need the most bandwidth.
+    all its ranks. Of the spares, one whose domain has no other copy of the lost shards is best; next, one that is
+    near the rest of the replica, whose collectives need the most bandwidth.
 
     Hosts are lent only where the spares do not suffice, and first by the replica that needs the most hosts itself.
     The lender takes the lost hosts into its places: it waits for them, or for others, and gets none back from the
@@ -121,7 +119,6 @@ def assign(
         lost: names of hosts that are lost or cordoned.
         spares: hosts without ranks that live.
         level: what copies must not share.
-        keepers: names of the hosts that keep copies of the shards of a replica's host, by replica and position.
         shrunk: on how many hosts each replica runs that goes on with fewer ranks.
         lenders: replicas that do not run, and whose living hosts may be lent while others of theirs are lost.
         serves: whether a host may have ranks of a replica.
@@ -129,7 +126,7 @@ def assign(
     Returns:
         The hosts of each replica. No host is given twice.
     """
-    keepers, shrunk = keepers or {}, shrunk or {}
+    shrunk = shrunk or {}
     free = [host for host in spares if host.name not in lost]
     result = {
         replica: Assignment(tuple(hosts), tuple(i for i, host in enumerate(hosts) if host.name in lost))
@@ -152,7 +149,6 @@ def assign(
                 rest,
                 key=lambda host: (
                     lent.get(host, 0),
-                    host.name not in keepers.get((replica, position), ()),
                     any(host.domain(level) == other.domain(level) for other in same_shards),
                     sum(host.distance(other) for other in near),
                     host,
@@ -212,9 +208,7 @@ def disagreement(claims: Sequence[RankClaim]) -> str:
     I3, that every shard is in memory, is not compared here: what was lost cannot be brought back by a comparison,
     and a rank may rightly hold an older state than its agent, of which another shard is lost. I3 is held while the
     replica trains: a vote waits for the copies of the state before it, and a state with fewer is `Unprotected`.
-
-    Args:
-        claims: Of all ranks, in the order of the process group.
+    The claims are in the order of the process group.
     """
     first = claims[0]
     for place, claim in enumerate(claims):

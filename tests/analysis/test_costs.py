@@ -20,9 +20,9 @@ def loss_probability(shards: int, failure: float, copies: int) -> float:
 def test_gemini_wasted_time() -> None:
     assert wasted_time(42, 42, 42) == 105  # MT-NLG over 20 Gbps, minutes
     assert wasted_time(0, 62, 0) == 31  # a state in local memory each step: with the step itself 1.5 of them
-    assert wasted_time(62, 62, 3, iteration=62) == 96  # GEMINI: a copy takes no longer than a step
+    assert wasted_time(62, 62, 3) == 96  # GEMINI: a copy takes no longer than a step
     with pytest.raises(ValueError, match="a checkpoint each 61 is not possible: it takes 62"):
-        wasted_time(10, 61, 3, iteration=62)
+        wasted_time(62, 61, 3)
 
 
 def test_gemini_effective_ratio() -> None:
@@ -33,9 +33,9 @@ def test_gemini_effective_ratio() -> None:
 
 def test_deadpool_costs() -> None:
     """The paper's 18.8 times does not follow from its inputs; these do: 84.3 times."""
-    assert restart_cost(0, 0, 1, 34) == 16.5
+    assert restart_cost(0, 1, 34) == 16.5
     lost = sum(150 + steps * 2.08 for steps in (18, 2366))
-    swapped = 2 * swap_cost(0, 31.2, 2.08, part=0)
+    swapped = 2 * swap_cost(31.2, 2.08, part=0)
     assert lost == pytest.approx(5258.7, abs=0.1)
     assert lost / swapped == pytest.approx(84.3, abs=0.1)
 
@@ -51,8 +51,8 @@ def test_ft_hsdp_ratios() -> None:
     assert 100 * replicated_ratio(18, 10, 3 + rejoin, 12) == pytest.approx(71.6, abs=0.05)
     assert 100 * replicated_ratio(18, 10, 1.5 + rejoin, 12) == pytest.approx(79.2, abs=0.05)
     # With the steps that are repeated: 100 steps of 20 s between checkpoints.
-    assert effective_ratio(18, restart_cost(0, 10, 20 / 60, 100)) == pytest.approx(0.404, abs=1e-3)
-    assert effective_ratio(18, restart_cost(0, 10, 20 / 60, 100), "wall_clock") == 0
+    assert effective_ratio(18, restart_cost(10, 20 / 60, 100)) == pytest.approx(0.404, abs=1e-3)
+    assert effective_ratio(18, restart_cost(10, 20 / 60, 100), "wall_clock") == 0
 
 
 def test_deadpool_loss_probability() -> None:

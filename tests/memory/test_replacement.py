@@ -48,17 +48,16 @@ def test_of_equal_replicas_the_lowest_comes_first() -> None:
     assert [(n, each.missing) for n, each in found.items()] == [(0, ()), (1, (0,))]
 
 
-def test_a_spare_that_keeps_the_copy_comes_first_then_one_apart_then_a_near_one() -> None:
+def test_a_spare_that_is_apart_comes_first_then_a_near_one() -> None:
     replicas = {0: hosts("a/1/h0", "a/1/h1"), 1: hosts("b/2/h2", "b/2/h3")}
-    spares = hosts("b/2/near-other", "a/9/near", "c/3/far", "c/3/keeper")
+    spares = hosts("b/2/near-other", "a/9/near", "c/3/far")
 
-    def chosen(left: tuple[Host, ...], keepers: dict[tuple[int, int], list[str]]) -> str:
-        return assign(replicas, ["h0"], left, "rack", keepers)[0].hosts[0].name
+    def chosen(left: tuple[Host, ...]) -> str:
+        return assign(replicas, ["h0"], left, "rack")[0].hosts[0].name
 
-    assert chosen(spares, {(0, 0): ["keeper"]}) == "keeper"
-    assert chosen(spares, {(0, 1): ["keeper"]}) == "near"
-    assert chosen((spares[0], spares[2]), {}) == "far", "rack 2 has a copy of these shards"
-    assert chosen(spares[:1], {}) == "near-other", "better than none"
+    assert chosen(spares) == "near"
+    assert chosen((spares[0], spares[2])) == "far", "rack 2 has a copy of these shards"
+    assert chosen(spares[:1]) == "near-other", "better than none"
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.sets(st.integers(0, 15)), st.integers(0, 4))
