@@ -344,12 +344,7 @@ What holds for waits that follow one key, whatever its value, is not here; tests
 
 
 def _refusal(c: Config, factor: float) -> PydanticCustomError | None:
-    """Return what is wrong with the timeouts of a configuration, taken together; None if they fit.
-
-    Args:
-        c: has `factor` in its waits.
-        factor: that the user gave.
-    """
+    """Return what is wrong with the timeouts of `c`, which have `factor` in them; None if they fit together."""
     for bound in BOUNDS:
         value, most = _at(c, bound.key), _at(c, bound.other)
         equal = math.isclose(value, most)  # multiples of one wait may differ in their last bit

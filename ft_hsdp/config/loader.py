@@ -233,9 +233,7 @@ def _override(document: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _put(here: Any, path: Sequence[int | str], depth: int, value: Any) -> Any:
-    """Return a copy of `here` in which `path[depth:]` is `value`.
-
-    Missing mappings and items on the path are created.
+    """Return a copy of `here` in which `path[depth:]` is `value`; what is missing on the path is created.
 
     Raises:
         ConfigError: a number in the path is above the length of its list.

@@ -114,11 +114,7 @@ class FtHsdpStrategy(ModelParallelStrategy):
         return self._updates.adopt("fabric.setup_module", module) if trained else module
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> Any:
-        """Refuse to set up both at once, because FSDP2 puts other parameters into the module.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse to set up both at once, because FSDP2 puts other parameters into the module."""
         allowed = "fabric.setup_module(module), then an optimizer of its parameters, and fabric.setup_optimizers"
         raise ConfigError("fabric.setup", f"{type(module).__name__} with optimizers", allowed)
 

@@ -286,11 +286,7 @@ def _check_default(given: Any, plain: Any, instead: dict[str, str]) -> None:
 
 
 def _entry(config: Config) -> list[str]:
-    """Return the overrides that make ranks run this script as it was called.
-
-    Raises:
-        ConfigError: The configuration names another script, or other arguments.
-    """
+    """Return the overrides that make ranks run this script as it was called. Raises ConfigError."""
     script, args = getattr(sys.modules["__main__"], "__file__", None), sys.argv[1:]
     overrides = []
     if config.entry is None:

@@ -73,9 +73,6 @@ class FtHsdpTrainer(Trainer):
 
         A collective of the replica's ranks.
 
-        Args:
-            config: torchtitan's.
-
         Raises:
             ConfigError: A setting asks for what a job cannot do, or the job cannot take the model or an optimizer.
         """

@@ -207,10 +207,6 @@ class FaultTolerantMixin(Behind):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the optimizer and its scheduler, and give both to the job; the commits step them.
 
-        Args:
-            *args: As in `transformers.Trainer`.
-            **kwargs: As in `transformers.Trainer`.
-
         Returns:
             What shows them to the Trainer.
 
@@ -319,15 +315,7 @@ class FaultTolerantMixin(Behind):
     # Evaluation, and what is saved.
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict as the Trainer does; the other replicas do not take it for a hang.
-
-        Args:
-            *args: As in `transformers.Trainer`.
-            **kwargs: As in `transformers.Trainer`.
-
-        Returns:
-            The Trainer's `EvalLoopOutput`.
-        """
+        """Evaluate or predict as the Trainer does; the other replicas do not take it for a hang."""
         with self.job.pause("evaluation"):
             return super().evaluation_loop(*args, **kwargs)
 
@@ -335,10 +323,6 @@ class FaultTolerantMixin(Behind):
         """Save the whole model for ``from_pretrained``. A collective of the replica's ranks; rank 0 writes.
 
         Each replica writes the same files. Each file appears as a whole, so replicas may do it at the same time.
-
-        Args:
-            output_dir: A directory; None takes ``args.output_dir``.
-            _internal_call: As in `transformers.Trainer`.
         """
         target = Path(output_dir or self.args.output_dir)
         state = self.job.full_state_dict()
@@ -354,11 +338,7 @@ class FaultTolerantTrainer(FaultTolerantMixin, Trainer):
 
 
 def _check_class(kind: type) -> None:
-    """Check that the Trainer behind the mixin leaves data and steps to it.
-
-    Raises:
-        ConfigError: It has a sampler or a loop of its own, which would be passed over.
-    """
+    """Refuse a Trainer behind the mixin with a sampler or a loop of its own, which would be passed over."""
     behind = [each for each in kind.__mro__[kind.__mro__.index(FaultTolerantMixin) + 1 :] if each is not object]
     for name in ("get_train_dataloader", "get_batch_samples", "_get_train_sampler", "_inner_training_loop"):
         owner = next((each for each in behind if name in vars(each)), None)

@@ -38,13 +38,9 @@ BREACH = 1  # exit code of `verify` for a run that breaks the protocol
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
+    """Run one command, by default that of this process's arguments, and return its exit code.
 
-    Args:
-        argv: The arguments; None: those of this process.
-
-    Returns:
-        The exit code as in `ft_hsdp.errors`; 130 after Ctrl-C; 1 from `verify` if the run breaks the protocol.
+    It is one of `ft_hsdp.errors`; 130 after Ctrl-C; 1 from `verify` if the run breaks the protocol.
     """
     _hold_descriptors()
     if MARK_VARIABLE in os.environ:  # the script of a rank starts this job: the rank's place is not ours
@@ -84,8 +80,7 @@ def _hold_descriptors() -> None:
 def _outlive_output(json: bool) -> None:
     """Let no fault of stdout and stderr end or stop the job that this process runs, nor a notice (`lifetime`).
 
-    Args:
-        json: Whether stdout gets one document after the job: that one waits for its reader.
+    With ``json`` stdout gets one document after the job, which waits for its reader.
     """
     outlive_notices()
     if sys.stdout is sys.__stdout__:
@@ -184,19 +179,13 @@ def _status(args: argparse.Namespace) -> int:
         with _needs_ray("status --ray-address"):
             from ft_hsdp.launch.ray import submit as in_cluster
         document, text = in_cluster.status(args.ray_address, name)
-        if args.json:
-            _print_json(document)
-        else:
-            _print(text)
+        _show(args, document, lambda: text)
         return EXIT_OK
     from ft_hsdp.launch.run.status import lines, status
 
     run = find_running(args.runs_dir, name)
     document = status(run)
-    if args.json:
-        _print_json(document)
-    else:
-        _print(lines(run, document))
+    _show(args, document, lambda: lines(run, document))
     return EXIT_OK
 
 
@@ -220,10 +209,7 @@ def _chaos(args: argparse.Namespace) -> int:
     ends = None if args.edge is None else [int(e) if e.isdecimal() else e for e in args.edge.split(",")]
     injection = parse_options(edge=ends, **{name: getattr(args, name) for name in options})
     event = inject_by_hand(find_running(args.runs_dir, args.run), injection)
-    if args.json:
-        _print_json(event)
-    else:
-        _print([tell(event)])
+    _show(args, event, lambda: [tell(event)])
     return EXIT_OK
 
 
@@ -248,12 +234,10 @@ def _doctor(args: argparse.Namespace) -> int:
     urls = parse_urls(args.lighthouse) if args.lighthouse else ()
     findings = examine(Subject(_config(args), urls, args.ray, args.ray_address))
     well = all(finding.ok for finding in findings)
-    if args.json:
-        checks = [{"name": f.name, "ok": f.ok, "state": f.state.value, "text": f.text} for f in findings]
-        _print_json({"ok": well, "checks": checks})
-    else:
-        marks = {"ok": "ok", "fail": "FAIL", "skip": "?"}
-        _print([f"{marks[f.state.value]:<4}  {f.name:<10} {' '.join(f.text.split())}" for f in findings])
+    checks = [{"name": f.name, "ok": f.ok, "state": f.state.value, "text": f.text} for f in findings]
+    marks = {"ok": "ok", "fail": "FAIL", "skip": "?"}
+    lines = [f"{marks[f.state.value]:<4}  {f.name:<10} {' '.join(f.text.split())}" for f in findings]
+    _show(args, {"ok": well, "checks": checks}, lambda: lines)
     return EXIT_OK if well else EXIT_CONFIG
 
 
@@ -298,7 +282,6 @@ def _first_sentence(text: str) -> str:
 
 
 def _replay(args: argparse.Namespace) -> int:
-
     run = find_run(args.runs_dir, args.run)
     if args.page and args.json:
         raise ConfigError("--page", "--page --json", "one of them: the page is not a JSON document")
@@ -308,12 +291,9 @@ def _replay(args: argparse.Namespace) -> int:
 
     begins = f"{run.name} is trained once more; this takes about its CPU time\n"
     verdict = replay.replay(run, lambda: sys.stderr.write(begins))
-    if args.json:
-        _print_json(asdict(verdict))
-    else:
-        _print([str(verdict)])
-        if sys.stdout.isatty():
-            _page(run, args.port)
+    _show(args, asdict(verdict), lambda: [str(verdict)])
+    if not args.json and sys.stdout.isatty():
+        _page(run, args.port)
     return EXIT_OK if verdict.equal else EXIT_RETRYABLE
 
 
@@ -335,11 +315,9 @@ def _explain(args: argparse.Namespace) -> int:
     events = events_of(run)
     summary = read_json(run.summary) or {}
     failures, lost = summary.get("failures", []), summary.get("lost", [])
-    if args.json:
-        found = [asdict(start) for start in starts(events, failures)]
-        _print_json({"run": str(run.path), "events": events, "starts": found, "failures": failures, "lost": lost})
-    else:
-        _print(explain(events, failures, lost))
+    found = [asdict(start) for start in starts(events, failures)]
+    document = {"run": str(run.path), "events": events, "starts": found, "failures": failures, "lost": lost}
+    _show(args, document, lambda: explain(events, failures, lost))
     return EXIT_OK
 
 
@@ -347,10 +325,7 @@ def _verify(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.run.verify import verify
 
     found = verify(find_run(args.runs_dir, args.run))
-    if args.json:
-        _print_json({"ok": not found.breaches, **asdict(found)})
-    else:
-        _print(found.lines)
+    _show(args, {"ok": not found.breaches, **asdict(found)}, lambda: found.lines)
     return BREACH if found.breaches else EXIT_OK
 
 
@@ -378,10 +353,7 @@ def _export(args: argparse.Namespace) -> int:
     elif key is None or args.key is not None:
         key = secret.checkpoint_key(args.key)
     done = export(folder, args.out, args.step, key, args.base)
-    if args.json:
-        _print_json(asdict(done))
-    else:
-        _print(done.lines())
+    _show(args, asdict(done), done.lines)
     return EXIT_OK
 
 
@@ -396,6 +368,10 @@ def _print(lines: Sequence[str]) -> None:
 
 def _print_json(value: Any) -> None:
     _print([json.dumps(value)])
+
+
+def _show(args: argparse.Namespace, document: Any, lines: Callable[[], Sequence[str]]) -> None:
+    _print([json.dumps(document)] if args.json else lines())
 
 
 def _print_error(text: str) -> None:

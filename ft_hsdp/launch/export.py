@@ -136,11 +136,7 @@ def source_of(runs_dir: Path, name: str) -> tuple[Path, bytes | None]:
 
 
 def _find(source: Path, key: bytes | None, step: int | None) -> Found:
-    """Return the checkpoint that is meant, verified.
-
-    Raises:
-        ConfigError: The folder cannot be read, or the checkpoint was signed with another key.
-    """
+    """Return the checkpoint that is meant, verified. Raises ConfigError."""
     try:
         if not PUBLISHED.fullmatch(source.name):
             return catalog.newest(source, key, step)
@@ -156,11 +152,7 @@ def _find(source: Path, key: bytes | None, step: int | None) -> Found:
 
 
 def _read(checkpoint: Checkpoint, tensors: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
-    """Return whole tensors of a checkpoint, each under the name that it has in ``tensors``.
-
-    Raises:
-        ConfigError: The checkpoint changed meanwhile.
-    """
+    """Return whole tensors, each under its name in ``tensors``. Raises ConfigError: the checkpoint has changed."""
     weights = {name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for name, t in tensors.items()}
     live = {dcp.key(tensor.kind, tensor.name): weights[name] for name, tensor in tensors.items()}
     try:
@@ -172,11 +164,7 @@ def _read(checkpoint: Checkpoint, tensors: Mapping[str, Stored]) -> dict[str, to
 
 
 def _state_dict(checkpoint: Checkpoint, base: Path | None) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """Return the state dict of the user's unsharded model, and the names in it that nothing gives.
-
-    Raises:
-        ConfigError: ``base`` cannot be used.
-    """
+    """Return the state dict of the user's unsharded model, and the names in it that nothing gives."""
     manifest = checkpoint.manifest
     parts = [(t, *t.name.partition("/")) for t in manifest.tensors]
     ours = {name: t for t, state, _, name in parts if state in STATES}  # the model's buffers that the state has
@@ -191,11 +179,7 @@ def _state_dict(checkpoint: Checkpoint, base: Path | None) -> tuple[dict[str, to
 
 
 def _frozen_of(base: Path, manifest: CheckpointManifest) -> dict[str, torch.Tensor]:
-    """Return what training does not change, from ``base``, compared with the digests of the job.
-
-    Raises:
-        ConfigError: Something is not there, or is another tensor.
-    """
+    """Return what training does not change, from ``base``; raise ConfigError where it is not what the job had."""
     files = sorted(base.glob(f"*{SUFFIX}")) if base.is_dir() else [base]
     frozen = {each.name: each for each in manifest.frozen}
     others = {first: name for name, first in manifest.aliases.items()}
@@ -223,11 +207,7 @@ def _frozen_of(base: Path, manifest: CheckpointManifest) -> dict[str, torch.Tens
 
 
 def _write(file: Path, made: Path, weights: dict[str, torch.Tensor], config: str | None = None) -> None:
-    """Write a file of weights, and the model's config.json beside it; nothing has their names before it is whole.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
+    """Write a file of weights, and config.json beside it; nothing has their names before it is whole."""
     part = file.with_name(f"{file.name}.part")
     try:
         made.mkdir(parents=True, exist_ok=True)

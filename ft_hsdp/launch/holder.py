@@ -209,9 +209,5 @@ class Holder:
 
 
 def hold(words: Sequence[str]) -> int:
-    """Run the agent of a host, and again where a signal ends it, and return the code with which it ends. Blocks.
-
-    Args:
-        words: The command line of `host` or `replica`.
-    """
+    """Run the command `host` or `replica` as an agent, and again if a signal ends it; return its exit code."""
     return asyncio.run(Holder(tied("ft_hsdp.launch.cli", *words)).run())

@@ -16,9 +16,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.lighthouse_client import REPLY_S, LighthouseClient
 from ft_hsdp.control.telemetry import Reporter
-from ft_hsdp.errors import (
-    ConfigError,
-)
+from ft_hsdp.errors import ConfigError
 from ft_hsdp.event_table import tell
 from ft_hsdp.launch.agent import HostAgent, agent_path
 from ft_hsdp.launch.backend.forkserver import PRELOAD
@@ -39,7 +37,6 @@ def host(config: Config, url: str | None, holder: int) -> int:
     Blocks.
 
     Args:
-        config: The job's configuration.
         url: The address of a lighthouse, or several after commas, as `replica` takes it.
         holder: The descriptor of the socket to this process's holder.
 
@@ -61,8 +58,6 @@ def replica(config: Config, replica_id: int, url: str | None, holder: int | None
     Under torchrun (RANK is set) this process is one of its ranks, else the agent of a host for this replica alone.
 
     Args:
-        config: The job's configuration.
-        replica_id: The replica.
         url: The address of a lighthouse, or several after commas. It needs FT_HSDP_TOKEN in the environment. None:
             as in the run directory.
         holder: The descriptor of the socket to this process's holder; None under torchrun.

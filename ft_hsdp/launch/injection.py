@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,7 @@ class Inflicted:
 
 
 def injection_event(injection: Injection, pid: int | None, incarnations: list[str], now: float) -> Row:
-    """Return the event that reports an injection.
-
-    Args:
-        injection: The injection.
-        pid: Of the process that it hits, if it hits one.
-        incarnations: The names of the incarnations that it hits.
-        now: Unix time.
-    """
+    """Return the event that reports an injection, which hits a process or none, and these incarnations."""
     reason = injection.reason
     if injection.kind != "signal":
         reason = f"{in_words(injection)}: {reason}"
@@ -106,7 +100,7 @@ def inflict(run: RunDir, injection: Injection) -> Inflicted:
         assert i.replica is not None
         pid, _ = rank_process(run, i.replica, i.rank or 0)
         send(pid, i.signal)
-        lift = (lambda: _continue(pid)) if i.signal == "STOP" else None
+        lift = partial(send, pid, "CONT") if i.signal == "STOP" else None
     return Inflicted(injection_event(i, pid, incarnations(run, i), now), lift)
 
 
@@ -137,11 +131,7 @@ def host_of(run: RunDir, injection: Injection) -> str:
 
 
 def _on_host(run: RunDir, injection: Injection) -> list[int]:
-    """Return the pids of all ranks of a replica on a host, and then of its state agents there.
-
-    Raises:
-        ConfigError: None of these ranks runs on this machine.
-    """
+    """Return the pids of all ranks of a replica on a host, then of its state agents there. Raises ConfigError."""
     replica, host = injection.replica or 0, str(injection.host)
     rows = [rank for rank in read_json(run.processes(replica))["ranks"] if rank["host"] == host]
     ranks = [row["pid"] for row in rows if alive({"pid": row["pid"]}) and _belongs(row["pid"], run)]
@@ -152,16 +142,10 @@ def _on_host(run: RunDir, injection: Injection) -> list[int]:
     return [*ranks, *agents]
 
 
-def send(pid: int, name: str) -> bool:
-    """Send signal `name` to `pid`; return False if there is no such process."""
+def send(pid: int, name: str) -> None:
+    """Send signal `name` to a process, if it still runs."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, SIGNALS[name])
-        return True
-    return False
-
-
-def _continue(pid: int) -> None:
-    send(pid, "CONT")
 
 
 def _stopped(pid: int, injection: Injection) -> Lift:
@@ -169,7 +153,7 @@ def _stopped(pid: int, injection: Injection) -> Lift:
     if pid == os.getpid():
         command = ["sh", "-c", f"sleep {injection.for_s:g}; kill -CONT {pid}"]
         subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    return lambda: _continue(pid)
+    return partial(send, pid, "CONT")
 
 
 def rank_process(run: RunDir, replica: int, rank: int) -> tuple[int, str]:
@@ -214,12 +198,7 @@ def _is_helper(
 ) -> bool:
     """Return whether a process runs `module`, for the given replica if any, and logs into this run's folder.
 
-    Args:
-        process: Any process.
-        run: The run.
-        module: What it runs.
-        replica: Of which replica a state agent is.
-        host: Of which emulated host it is; None: of no emulated one; "": of any.
+    A state agent is of the emulated `host`; None: of no emulated one; "": of any.
     """
     try:
         line = process.cmdline()
@@ -311,11 +290,7 @@ def parse_options(**options: Any) -> Injection:
 
 
 def _replica_on(run: RunDir, injection: Injection) -> int:
-    """Return the replica whose ranks on the named host are hit.
-
-    Raises:
-        ConfigError: The kind hits no host, or several replicas have ranks there and none is named.
-    """
+    """Return the replica whose ranks on the named host are hit. Raises ConfigError unless there is one."""
     if injection.kind != fault_injection.HOST:
         raise ConfigError("--host", injection.host, "only with --kind host")
     if injection.replica is not None:

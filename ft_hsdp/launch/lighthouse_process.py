@@ -52,7 +52,6 @@ class LighthouseProcess:
         """Make the keeper of a lighthouse; `start` starts the process.
 
         Args:
-            run: The run's directory.
             emit: Called with each event.
             listen_s: Longest time from the start until it listens, in seconds.
             module: The module that runs as the lighthouse.
@@ -234,14 +233,7 @@ class LighthouseFleet:
     def __init__(
         self, run: RunDir, config: Config, emit: Callable[[Row], None], *, module: str = "lighthouse"
     ) -> None:
-        """Make the lighthouses; `start` starts their processes.
-
-        Args:
-            run: The run's directory.
-            config: The job's configuration.
-            emit: Called with each event.
-            module: The module that runs as a lighthouse.
-        """
+        """Make the lighthouses, with ``emit`` and ``module`` as in `LighthouseProcess`; `start` starts them."""
         first = config.network.port
         seats = range(config.lighthouse.count) if config.lighthouse.etcd else (None,)
         self._run = run
@@ -263,7 +255,6 @@ class LighthouseFleet:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Return their addresses, which stay the same over restarts."""
         return tuple(each.url for each in self._all)
 
     async def start(self) -> None:
@@ -293,7 +284,6 @@ class LighthouseFleet:
         return alive(leader) and set(self.urls) <= set(urls_of_run(leader))
 
     async def keep(self) -> None:
-        """Start each one again on its port whenever it ends, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for each in self._all:
                 group.create_task(each.keep())

@@ -36,7 +36,6 @@ def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | 
     """Run a job on this machine until every replica is done. Blocks.
 
     Args:
-        config: The job's configuration.
         stream: Where the progress is shown; None: stdout.
 
     Returns:
@@ -65,12 +64,7 @@ def local_resources(
 ) -> MakeResources:
     """Return a function that makes what runs a job's replicas and lighthouses on this machine.
 
-    Args:
-        config: The job's configuration.
-        run: Its run directory.
-        entry: What runs in a rank, as in `ForkServer`.
-        preload: The modules that the fork server imports.
-        lighthouse: The module that runs as a lighthouse.
+    ``entry`` and ``preload`` are as in `ForkServer`; ``lighthouse`` is the module that runs as a lighthouse.
     """
 
     def make(progress: Progress, emit: Callable[[Row], None]) -> JobResources:
@@ -139,15 +133,11 @@ class LocalReplicas:
         entry: str = ENTRY,
         preload: tuple[str, ...] = PRELOAD,
     ) -> None:
-        """Prepare; nothing is started before `open`.
+        """Prepare; nothing is started before `open`. ``entry`` and ``preload`` are as in `ForkServer`.
 
         Args:
-            config: The job's configuration.
-            run: The run's directory.
-            progress: Of the job; it takes the lighthouse's news.
+            progress: Takes the lighthouse's news.
             emit: Takes each event.
-            entry: What runs in a rank, as in `ForkServer`.
-            preload: The modules that the fork server imports.
         """
         self._config = config
         self._run = run
@@ -176,7 +166,6 @@ class LocalReplicas:
         return JobEnd.of(self._reply)
 
     async def open(self) -> None:
-        """Start the fork server, which loads what ranks need. Raises Retryable."""
         await self._forks.start()
 
     async def run(self, urls: tuple[str, ...]) -> None:
@@ -196,33 +185,27 @@ class LocalReplicas:
             await client.close()
 
     def running(self) -> list[int]:
-        """Return the replicas of which all ranks run."""
         newest = {replica: self._newest(replica) for replica in range(self._config.slots)}
         return [n for n, held in newest.items() if held and sum(len(e.living) for e in held) == held[0].spec.size]
 
     def ranks(self, replica: int) -> tuple[str, dict[int, WorkerProcess]]:
-        """Return the newest incarnation of a replica, "" if it has none, and its processes by rank."""
         held = self._newest(replica)
         return held[0].name if held else "", {rank.rank: rank.process for each in held for rank in each.living}
 
     def stay_away(self, replica: int, until_step: int) -> None:
-        """Do not start a replica again before so many steps are committed."""
         self._away[replica] = max(until_step, self._away.get(replica, 0))
 
     def note(self, event: Row) -> None:
-        """Send the lighthouse an event that no rank sends."""
         if self._reporter is not None:
             self._reporter.event(event)
 
     def stop(self, number: int) -> None:
-        """Have all ranks leave the job because of a signal; kill them at SIGINT after that."""
         self._stopping = True
         for agent in self._agents.values():
             agent.stop(number)
         self._progress.wake()
 
     async def close(self) -> None:
-        """End the fork server and all processes that it started."""
         await self._ranks.close()
 
     async def _host(self, host: LocalHost, urls: tuple[str, ...], before: Collection[str]) -> None:
@@ -316,14 +299,9 @@ class LocalReplicas:
 
 
 def hosts_of_a_replica(config: Config, environment: Mapping[str, str]) -> int | None:
-    """Return for how many hosts of each replica this machine stands: one, if nothing says otherwise.
+    """Return for how many hosts of each replica this machine stands: one, if `hosts.per_replica` does not say it.
 
-    Args:
-        config: The job's configuration, whose `hosts.per_replica` comes first.
-        environment: Of this process.
-
-    Returns:
-        None if the machine stands for itself alone, because a variable says which host it is, or where it stands.
+    None: the machine stands for itself alone, because a variable says which host it is, or where it stands.
     """
     said = any(environment.get(name) for name in (HOST_VARIABLE, DOMAINS_VARIABLE, SLURM_VARIABLE))
     return config.hosts.per_replica or (None if said else 1)

@@ -123,10 +123,7 @@ def locate(name: str, labels: Mapping[str, str], environment: Mapping[str, str])
 def _domains(said: str) -> tuple[str, str]:
     """Return zone and rack of "zone=a,rack=7", "zone=a" or "rack=7"; "": not known.
 
-    An empty value stands for what is not known: templates write it where a label is missing.
-
-    Raises:
-        ConfigError: It is none of these.
+    An empty value stands for what is not known: templates write it where a label is missing. Raises ConfigError.
     """
     pairs = [pair.partition("=")[::2] for pair in said.split(",")]
     domains = dict(pairs)
@@ -140,12 +137,8 @@ def _domains(said: str) -> tuple[str, str]:
 def _switches(address: str, kinds: str) -> tuple[str, str]:
     """Return zone and rack of a node of Slurm: the highest and the lowest switch above it; "": there is none.
 
-    Args:
-        address: Switches from the highest down, and the node, whose name may have dots itself.
-        kinds: "switch" or "node" for each part of it; "": all but the last part are switches.
-
-    Raises:
-        ConfigError: The two do not fit.
+    ``address`` has switches from the highest down, and the node, whose name may have dots itself; ``kinds`` says
+    which is which, and if it is empty, all but the last part are switches. Raises ConfigError if they do not fit.
     """
     if kinds and not re.fullmatch(r"([a-z]+\.)*node", kinds):
         raise ConfigError(SLURM_KINDS_VARIABLE, kinds, f"such as switch.switch.node; else set {DOMAINS_VARIABLE}")

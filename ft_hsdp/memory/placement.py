@@ -99,10 +99,7 @@ def _shared(divided: list[list[Host]], level: Level) -> int:
 def first_holders(shard: int, shards: int, hosts: int, copies: int) -> tuple[int, ...]:
     """Return the holders of a shard when no host is lost: L(x, k) = floor(x p / n) + k p / r, modulo p.
 
-    Args:
-        shard: x, the number of the shard.
-        hosts: p.
-        copies: r, a divisor of p.
+    The shard is x of n, there are p hosts, and r copies.
 
     Raises:
         ValueError: `copies` does not divide `hosts`: then holders overlap less than groups do. `place` has
@@ -117,7 +114,6 @@ def double_hashing(start: int, steps: Iterable[int], hosts: int) -> Iterator[int
     """Return all hosts once: `start`, then always a step further, modulo `hosts`.
 
     Args:
-        start: the first host.
         steps: candidates for the length of a step; the first that has no divisor in common with `hosts` is taken.
 
     Raises:

@@ -109,22 +109,14 @@ def newest(
 
 
 class Gathering:
-    """Counts shards while agents answer, to tell when it is worthwhile to call `newest`. One step for each shard.
-
-    Args:
-        head: Older states do not count.
-    """
+    """Counts shards while agents answer, to tell when to call `newest`. One step for each shard."""
 
     def __init__(self, head: StateId) -> None:
-        self._head = head
+        self._head = head  # older states do not count
         self._seen: dict[tuple[StateId, int], set[int]] = {}  # by state and width: of which ranks there are shards
 
     def add(self, shards: Iterable[tuple[StateId, int, int]]) -> bool:
-        """Return whether these are the last ones of a state: it is true once for each state and width.
-
-        Args:
-            shards: (state, ranks, rank) of each.
-        """
+        """Return whether these, each (state, ranks, rank), are the last ones of a state and width: true once."""
         last = False
         for state, ranks, rank in shards:
             seen = self._seen.setdefault((state, ranks), set())
@@ -140,12 +132,7 @@ def _age(state: StateId) -> tuple[int, int, str]:
 
 
 def rung(used: Iterable[Iterable[Holding]], replica: int, hosts: Sequence[str]) -> Rung:
-    """Return what a replica had to use: "agent" if each shard was on its own host, else the farthest source.
-
-    Args:
-        used: the sources of each rank.
-        hosts: the path of the host of each of its ranks.
-    """
+    """Return what a replica had to use: "agent" if each shard was on its own host, else the farthest source."""
     worst = 0
     for holdings, host in zip(used, hosts, strict=True):
         if any(holding.replica != replica for holding in holdings):

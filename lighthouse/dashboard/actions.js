@@ -8,32 +8,26 @@ const ACTIONS = {
   evict: {
     title: (r) => `Evict replica ${r}?`,
     effect: (r) => `The processes of replica ${r} are ended now, the others go on in a new epoch without it, and its supervisor starts it again.`,
-    path: (r) => `/v1/admin/replicas/${r}/evict`,
   },
   drain: {
     title: (r) => `Drain replica ${r}?`,
     effect: (r) => `Replica ${r} leaves after its present step and stays out until it is undrained. Nothing is lost; the others go on in a new epoch.`,
-    path: (r) => `/v1/admin/replicas/${r}/drain`,
   },
   undrain: {
     title: (r) => `Let replica ${r} in again?`,
     effect: (r) => `Replica ${r} may join again: it fetches the state and contributes from the next epoch on.`,
-    path: (r) => `/v1/admin/replicas/${r}/undrain`,
   },
   "drain-host": {
     title: (h) => `Drain ${h}?`,
     effect: (h) => `A replica with ranks on ${h} leaves after its present step and goes on with a spare machine; no step is repeated. ${h} gets no ranks until it is undrained.`,
-    path: (h) => `/v1/admin/hosts/${encodeURIComponent(h)}/drain`,
   },
   "undrain-host": {
     title: (h) => `Let ${h} have ranks again?`,
     effect: (h) => `${h} is spare, or takes a place that is free.`,
-    path: (h) => `/v1/admin/hosts/${encodeURIComponent(h)}/undrain`,
   },
   checkpoint: {
     title: () => "Write a checkpoint now?",
     effect: () => "The replicas write a checkpoint of the next step that they commit. Training goes on meanwhile.",
-    path: () => "/v1/admin/checkpoint",
   },
 };
 
@@ -46,6 +40,7 @@ function Dialog({ asked }) {
   const { action, replica, host } = asked;
   const order = ACTIONS[host ? `${action}-host` : action];
   const what = host ?? replica;
+  const whose = host ? `hosts/${encodeURIComponent(host)}/` : action === "checkpoint" ? "" : `replicas/${replica}/`;
   const dialog = useRef(null);
   const [token, setToken] = useState(adminToken());
   const [known, setKnown] = useState(adminToken() !== "");
@@ -64,7 +59,7 @@ function Dialog({ asked }) {
     setError("");
     keepAdminToken(token);
     try {
-      const { detail } = await post(order.path(what), { reason: reason.trim() });
+      const { detail } = await post(`/v1/admin/${whose}${action}`, { reason: reason.trim() });
       store.set({ asked: null, notice: { text: detail, good: true } });
       refresh();
     } catch (failure) {

@@ -14,7 +14,6 @@ export const viewKey = () => sessionStorage.getItem(KEY) ?? "";
 export const adminToken = () => sessionStorage.getItem(ADMIN) ?? "";
 export const keepViewKey = (key) => sessionStorage.setItem(KEY, key.trim());
 export const keepAdminToken = (token) => sessionStorage.setItem(ADMIN, token.trim());
-export const forgetViewKey = () => sessionStorage.removeItem(KEY);
 export const forgetAdminToken = () => sessionStorage.removeItem(ADMIN);
 
 /** Take `key` out of the address into sessionStorage; the number of the event that the address names, or null. */

@@ -1,6 +1,6 @@
 // Joins the parts, and says to the browser's performance timeline when the first overview stood.
 import { Confirmation, Notice } from "./actions.js";
-import { forgetViewKey, keepViewKey, readAddress, viewKey } from "./api.js";
+import { keepViewKey, readAddress, viewKey } from "./api.js";
 import { Drawer } from "./drawer.js";
 import { Effective } from "./effective.js";
 import { Connection, Header } from "./header.js";
@@ -43,7 +43,6 @@ function KeyForm() {
   const wrong = viewKey() !== "";
   const open = (event) => {
     event.preventDefault();
-    forgetViewKey();
     keepViewKey(key);
     store.set({ connection: "connecting" });
     start();

@@ -123,12 +123,7 @@ class Etcd:
     # Calls.
 
     def _call(self, path: str, body: Mapping[str, object], read: Callable[[dict[str, Any]], T]) -> T:
-        """Ask the endpoints in turn; return what ``read`` makes of the first answer that it can read.
-
-        Raises:
-            EtcdUnreachable: no endpoint answered in time.
-            EtcdRefused: the answer was an error.
-        """
+        """Ask the endpoints in turn; return what ``read`` makes of the first answer that it can read."""
         until = time.monotonic() + self._timeout_s
         problem = ""
         for number in range(len(self._endpoints)):

@@ -204,11 +204,7 @@ class SqliteDatabase:
                 raise DatabaseFailed(f"lighthouse journal {self._path}: {error}") from error
 
     def _renewed(self, error: sqlite3.Error, met: sqlite3.Connection) -> bool:
-        """Return whether a new file was begun because ``error``, which a connection met, says that it is damaged.
-
-        Raises:
-            ConfigError: it cannot be set aside.
-        """
+        """Return whether a new file was begun because an error that a connection met says that it is damaged."""
         with self._writing:
             if met not in (self._writer, self._reader[0], self._searcher[0]):
                 return True  # another thread has done it

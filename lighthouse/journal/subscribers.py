@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 from lighthouse.http.rate_limits import STREAMS, TooMany
 from lighthouse.journal.database import SqliteDatabase
-from lighthouse.overview.overview import JournalEntry
+from lighthouse.overview.overview import JournalEntry, Row
 
 KEPT = 2048  # newest rows in memory
 PAGE = 500  # rows that one read takes from the database
-
-Row = dict[str, Any]
 
 
 class Subscribers:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ft_hsdp.analysis.failures import EpochSpan, Failure, Failures
+from ft_hsdp.analysis.failures import Failure, Failures
 from ft_hsdp.analysis.goodput import Goodput
 from ft_hsdp.event_table import fault, is_over
 from lighthouse.overview.protection import Protection
@@ -56,12 +56,7 @@ class Timeline:
     """What happened to a job, folded in amortized constant time for each row."""
 
     def __init__(self, slots: int, ranks: int, replicas: int | None = None) -> None:
-        """Begin without rows.
-
-        Args:
-            slots: ids of replicas are below it.
-            replicas: with which the job begins; None: all slots.
-        """
+        """Begin without rows; the arguments are those of `JobInfo`."""
         self._replicas = range(slots)
         self.lanes = Lanes(slots, ranks, slots if replicas is None else replicas)
         self.failures = Failures(slots)
@@ -123,7 +118,7 @@ class Timeline:
 
     def epochs(self, start: float, end: float) -> list[Json]:
         found = [e for e in self.failures.epochs.values() if start <= e.t <= end]
-        return [_epoch(e) for e in found[-SHOWN_EPOCHS:]]
+        return [{key: getattr(e, key) for key in _OF_EPOCH} for e in found[-SHOWN_EPOCHS:]]
 
     def told(self, start: float, end: float, typical: float) -> list[Json]:
         """Return the failures between two times; ``typical``: a fault-free step, in seconds."""
@@ -167,16 +162,7 @@ class Timeline:
 _LIGHTHOUSE = frozenset({"LighthouseStarted", "LighthouseExited"})
 
 
-def _epoch(epoch: EpochSpan) -> Json:
-    return {
-        "t": epoch.t,
-        "epoch": epoch.epoch,
-        "members": list(epoch.members),
-        "reason": epoch.reason,
-        "seq": epoch.seq,
-    }
-
-
+_OF_EPOCH = ("t", "epoch", "members", "reason", "seq")
 _OF_LANE = (
     "replica",
     "state",

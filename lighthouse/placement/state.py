@@ -160,9 +160,7 @@ def tried_again(me: PlacedReplica) -> PlacedReplica:
 def remembered(placement: Placement, halted: bool = False) -> Placement:
     """Return a placement as it counts after a restart of the lighthouse, whose clock is another one.
 
-    Args:
-        placement: Of the former life.
-        halted: The job was halted, and is tried once more: no failure counts any more.
+    A job that was ``halted`` is tried once more: no failure counts any more.
     """
 
     def anew(me: PlacedReplica) -> PlacedReplica:

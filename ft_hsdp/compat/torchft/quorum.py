@@ -40,11 +40,7 @@ SLICE_S = 0.02  # between two looks at whether a wait was cancelled
 
 
 class Patience:
-    """The deadline of one ``configure`` or ``reconfigure``, which another thread may cancel.
-
-    Args:
-        timeout_s: How long all its waits may take together.
-    """
+    """The deadline of one ``configure`` or ``reconfigure``, which another thread may cancel."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -119,9 +115,6 @@ def connect_gloo(
 
     Args:
         store: With a prefix that was never used before.
-        rank: This rank.
-        size: The number of ranks.
-        patience: How long to wait.
         timeout: Of the group's collectives.
         lost: Says that a rank is gone.
 

@@ -52,7 +52,19 @@ class Forks(Protocol):
         assignment: Mapping[str, Any] | None = None,
         on_warm: Callable[[int], None] = lambda _: None,
     ) -> int:
-        """Fork a rank and return its pid, as `ForkServer.spawn` has it. Raises Retryable."""
+        """Fork a rank and return its pid.
+
+        Args:
+            env: Added to the environment.
+            config: The YAML file that it loads.
+            log: Takes its stdout and stderr.
+            on_exit: Called once when it is gone.
+            assignment: Its incarnation; None for a spare's rank, which gets warm and waits for `assign`.
+            on_warm: Called when it waits.
+
+        Raises:
+            Retryable: It cannot be forked, is not in time, or the fork server dies meanwhile.
+        """
 
     def assign(self, pid: int, assignment: Mapping[str, Any]) -> None:
         """Send a waiting rank its incarnation."""
@@ -110,14 +122,11 @@ class WorkerGroup:
         """Make a group without processes.
 
         Args:
-            size: Number of ranks.
-            config: The YAML file that they load.
-            spec: The incarnation; None for a spare.
             number: The number of the spare, from 1; 0 for an incarnation.
             changed: Called with the group after each change of a spare that waits; None for an incarnation.
         """
-        self.size = size
-        self.config = config
+        self.size = size  # number of ranks
+        self.config = config  # the YAML file that they load
         self.spec = spec  # None for a spare until it is assigned
         self.number = number
         self.processes: dict[int, WorkerProcess] = {}  # by rank
@@ -187,9 +196,6 @@ def assignment(
     """Return the message that assigns a rank to ``spec``: its `IncarnationId`, its log and the hosts.
 
     Args:
-        spec: The incarnation.
-        rank: The rank.
-        run: The run's directory.
         hosts: On which the replica was placed: the name of each rank's host; (): its ranks do not compare them.
         host: The name of this rank's host, if its machine stands for several; "": its process knows it.
     """
@@ -197,11 +203,6 @@ def assignment(
     named: dict[str, Any] = {**({"host": host} if host else {}), **({"hosts": list(hosts)} if hosts else {})}
     named |= {"fatal": spec.fatal} if spec.fatal else {}
     return {"replica": spec.replica, "run_id": spec.run_id, "restarts": spec.restarts, "log": log, **named}
-
-
-def spare_log(folder: Path, number: int, rank: int) -> Path:
-    """Return the path of one rank's stdout and stderr while it is a spare's."""
-    return folder / f"{number}-rank{rank}.log"
 
 
 @dataclass(slots=True)

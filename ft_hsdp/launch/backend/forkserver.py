@@ -74,12 +74,7 @@ class _Server:
         return self.process.pid
 
     async def fork(self, request: Mapping[str, Any], line: socket.socket, start: _Start, within_s: float) -> int:
-        """Fork a rank and return its pid.
-
-        Raises:
-            Retryable: The server cannot fork, or died.
-            TimeoutError: It did not fork within ``within_s`` seconds.
-        """
+        """Fork a rank and return its pid. Raises Retryable, or TimeoutError after ``within_s`` seconds."""
         self._count += 1
         number = self._count
         self._starts[number] = start
@@ -154,7 +149,6 @@ class ForkServer:
         """Make the fork server of a run; nothing is started before `start` or `spawn`.
 
         Args:
-            run: The run's directory.
             entry: "module:function" with the signature of `ft_hsdp.launch.backend.entry.main`.
             preload: Modules to import before the first fork.
             boot_s: Longest time for that, in seconds.
@@ -195,19 +189,6 @@ class ForkServer:
         assignment: Assignment | None = None,
         on_warm: OnWarm = lambda _: None,
     ) -> int:
-        """Fork a rank and return its pid.
-
-        Args:
-            env: Added to the environment.
-            config: The YAML file that it loads.
-            log: Takes its stdout and stderr.
-            on_exit: Called once when it is gone.
-            assignment: Its incarnation; None for a spare's rank, which gets warm and waits for `assign`.
-            on_warm: Called when it waits.
-
-        Raises:
-            Retryable: The server cannot fork, does not in time, or dies meanwhile.
-        """
         server = await self._ready()
         try:
             ours, theirs = socket.socketpair()
@@ -235,12 +216,11 @@ class ForkServer:
                 ours.close()  # a rank that was forked for it nevertheless then ends
 
     def assign(self, pid: int, assignment: Assignment) -> None:
-        """Send a waiting rank its incarnation."""
         if (rank := self._running.get(pid)) is not None:
             rank.assign(assignment)
 
     def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a rank, if it runs. It is a child of this process, so no other process has its pid."""
+        # It is a child of this process, so no other process has its pid.
         if (rank := self._running.get(pid)) is not None:
             rank.signal(number)
 

@@ -18,7 +18,6 @@ def check_device(config: Config, hosts: int = 1) -> str:
     """Return in words the device on which ranks compute.
 
     Args:
-        config: The job's configuration.
         hosts: Over how many machines the ranks of a replica are spread evenly.
 
     Raises:

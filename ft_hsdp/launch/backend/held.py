@@ -100,7 +100,6 @@ class HeldForks:
         assignment: Assignment | None = None,
         on_warm: OnWarm = lambda _: None,
     ) -> int:
-        """Fork a rank and return its pid; as `ForkServer.spawn`."""
         about = {"env": dict(env), "config": str(config), "log": str(log), "assignment": assignment}
         pid = int(await self._call("spawn", **about))
         self.watch(pid, on_exit, on_warm)
@@ -113,15 +112,12 @@ class HeldForks:
             self._deliver(pid, message)
 
     def assign(self, pid: int, assignment: Assignment) -> None:
-        """Send a waiting rank its incarnation."""
         self._order("assign", pid=pid, assignment=dict(assignment))
 
     def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a rank, if it runs."""
         self._order("signal", pid=pid, number=int(number))
 
     def forget(self, pids: Sequence[int]) -> None:
-        """Have the holder forget ranks that have ended: the lighthouse knows how."""
         self._order("forget", pids=[*pids])
 
     async def close(self) -> None:

@@ -59,7 +59,6 @@ class Forked:
     host: str
 
     def signal(self, number: int) -> None:
-        """Send a signal if it still runs."""
         self.server.signal(self.pid, number)
 
 
@@ -80,9 +79,7 @@ class HeldRanks(Changes):
         """Begin without processes.
 
         Args:
-            assigned: What was assigned.
             config: The YAML file that the ranks load.
-            run: The run's directory.
             changed: Called after each end.
             emit: Takes the event of a rank that ended by itself.
 
@@ -251,8 +248,6 @@ class LocalRanks:
         """Make it; nothing is started.
 
         Args:
-            config: The job's configuration.
-            run: The run's directory.
             forks: Forks ranks; `close` closes it.
             gpus: On which ranks compute; (): on the CPU.
             file: The YAML file that ranks load; None: that of the run.
@@ -285,7 +280,6 @@ class LocalRanks:
 
         Args:
             held: What a host was assigned. It hears of each start and end, and says how that was done.
-            host: The name of the host.
             named: The ranks are told the names of the replica's hosts.
 
         Raises:
@@ -321,7 +315,6 @@ class LocalRanks:
 
         Args:
             held: It hears of the ranks, and how they ended, also before. They are killed if some were not started.
-            host: The name of the host.
             kept: What the holder has of each, by pid.
             watch: Has the holder tell of a rank's end.
         """

@@ -14,7 +14,7 @@ from typing import Any
 
 from ft_hsdp.core.restart import doubled
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.backend.base import ReplicaSpec, WorkerGroup, exit_line, spare_log
+from ft_hsdp.launch.backend.base import ReplicaSpec, WorkerGroup, exit_line
 from ft_hsdp.launch.progress import Changes
 from ft_hsdp.launch.run.directory import Row, supervised, write_json_later
 
@@ -120,7 +120,7 @@ class SparePool(Changes):
 
     def log(self, group: WorkerGroup, rank: int) -> Path:
         """Return the path of one rank's stdout and stderr while it is a spare's."""
-        return spare_log(self._folder, group.number, rank)
+        return self._folder / f"{group.number}-rank{rank}.log"
 
     async def close(self) -> None:
         """Make no more spares; the fork server ends those that there are."""

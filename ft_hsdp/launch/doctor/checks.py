@@ -122,10 +122,7 @@ def examine(
 ) -> list[Finding]:
     """Run all checks that apply, and return their findings. Blocks for up to `deadline_s`.
 
-    Args:
-        subject: What is examined.
-        checks: The checks.
-        deadline_s: A check that takes longer is undecided; its thread is left alone.
+    A check that takes longer is undecided; its thread is left alone.
     """
     until = time.monotonic() + deadline_s
     begun = [(check.name, _begin(check, subject)) for check in checks if check.wanted(subject)]

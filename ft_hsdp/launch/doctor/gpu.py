@@ -52,11 +52,7 @@ def driver(file: Path = DRIVER) -> str:
 
 
 def _fits(number: int, gpu: dict[str, Any], built_for: list[str], config: Config, ranks: int) -> None:
-    """Check one GPU, which so many ranks use.
-
-    Raises:
-        Bad: torch has no kernels for it, or its free memory is too small for the ranks' parts of the model.
-    """
+    """Check that torch has kernels for a GPU, and that it has memory for so many ranks. Raises Bad."""
     oldest = min((int(arch.rpartition("_")[2].rstrip("abf")) for arch in built_for), default=0)
     major, minor = map(int, str(gpu["capability"]).split("."))
     if 10 * major + minor < oldest:

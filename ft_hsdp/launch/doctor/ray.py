@@ -66,11 +66,7 @@ def ray(subject: Subject) -> str:
 
 
 def _connect(address: str) -> None:
-    """Check that something listens at an address: Ray itself would try for half a minute.
-
-    Raises:
-        Bad: Nothing listens, or the address has no host or no port.
-    """
+    """Check that something listens at an address: Ray itself would try for half a minute. Raises Bad."""
     if address == "auto":
         return  # only Ray knows the address
     place = urlsplit(address if "://" in address else f"//{address}")
@@ -95,11 +91,7 @@ def _same(what: str, here: str, there: str) -> None:
 
 
 def _room(config: Config, nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Return in words how many replicas the cluster has room for.
-
-    Raises:
-        Bad: Room for fewer than quorum.min_replicas.
-    """
+    """Return in words how many replicas the cluster has room for. Raises Bad below quorum.min_replicas."""
     asked = [request(config, replica) for replica in range(config.replicas)]
     have = [Node(dict(node["resources"]), node["labels"]) for node in nodes]
     placed = [r for r, each in enumerate(asked) if place(each, have)]
@@ -116,14 +108,9 @@ def _room(config: Config, nodes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def place(asked: PlacementRequest, nodes: Sequence[Node]) -> bool:
-    """Take a replica's resources from the nodes, as Ray would.
+    """Take a replica's resources from the nodes, as Ray would; return whether there was room, else they stay.
 
-    Args:
-        asked: What the replica asks for.
-        nodes: With all resources that they have; those that other jobs use at the moment are not subtracted.
-
-    Returns:
-        Whether there was room; if not, the nodes are unchanged.
+    Resources that other jobs use at the moment are not subtracted.
     """
     fit = [node for node in nodes if all(node.labels.get(name) == value for name, value in asked.labels.items())]
     if asked.strategy == "STRICT_PACK":

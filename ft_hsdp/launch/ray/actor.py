@@ -200,13 +200,10 @@ class HostActor:
         self._agent.stop(number)
 
     async def news(self, arrived: int) -> News:
-        """Return what is new; wait up to `IDLE_S` for it.
+        """Return what is new; wait up to `IDLE_S` for it. An empty answer has the number `arrived`.
 
         Args:
             arrived: Number of the newest answer that the caller has. A newer one is sent again.
-
-        Returns:
-            The news; an empty answer with the number `arrived` if there is none.
         """
         if self._news is not None and self._news.number <= arrived:
             self._news = None

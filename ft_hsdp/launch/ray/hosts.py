@@ -62,9 +62,6 @@ class RayHosts:
         """Begin without hosts.
 
         Args:
-            config: The job's configuration.
-            run: The run's directory on this node.
-            cluster: Where this process is connected.
             setup: Of the actors.
             emit: Takes each event.
             lost: Called once for each host whose actor is dead.
@@ -286,12 +283,7 @@ class RayHosts:
             self._emit(supervised("StartPrevented", why, **facts))
 
     async def _open(self, pool: Pool, group: HostGroup, seat: Seat) -> RayHost:
-        """Start an actor in a seat, and the agent in it.
-
-        Raises:
-            ConfigError: The node refuses the configuration.
-            Retryable: It does not start in time.
-        """
+        """Start an actor in a seat, and the agent in it. Raises ConfigError, or Retryable if it is too slow."""
         config, run = self._config, self._run
         seat.lives += 1
         name = seat.name if seat.lives == 1 else f"{seat.name}-{seat.lives}"

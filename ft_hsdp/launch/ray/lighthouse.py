@@ -48,14 +48,7 @@ class LighthouseActor:
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> tuple[str, ...]:
-        """Start the lighthouse if it does not run.
-
-        Returns:
-            Its URLs.
-
-        Raises:
-            FtHsdpError: It cannot be started.
-        """
+        """Start the lighthouse if it does not run, and return its URLs. Raises FtHsdpError."""
         async with self._starting:
             if self._fleet is None:
                 config = load(self._run.config)
@@ -97,13 +90,7 @@ class RayLighthouse:
     """The lighthouse as the job's supervisor sees it."""
 
     def __init__(self, run: RunDir, node: str, emit: Callable[[Row], None]) -> None:
-        """Prepare a lighthouse that does not run yet.
-
-        Args:
-            run: The run directory.
-            node: Ray's id of the node for its actor.
-            emit: Takes each event.
-        """
+        """Prepare a lighthouse that does not run yet; ``node`` is Ray's id of the node for its actor."""
         self._run = run
         self._node = node
         self._emit = emit
@@ -165,11 +152,7 @@ class RayLighthouse:
                 self._actor = self._make()
 
     def _make(self) -> Any:
-        """Create the actor.
-
-        Raises:
-            ValueError: The cluster has an actor of this name.
-        """
+        """Create the actor. Raises ValueError if the cluster has one of this name."""
         options = {
             "name": actor_name(self._run.name),
             "num_cpus": 0,

@@ -129,12 +129,7 @@ class LogReceiver:
     """Appends to the logs in the run directory; no other process writes them. A full disk loses lines."""
 
     def __init__(self, folder: Path, lost: Callable[[Lost], None] = lambda _: None) -> None:
-        """Write to a run directory.
-
-        Args:
-            folder: The run directory.
-            lost: Called with the lost lines of a log when that log can be written again.
-        """
+        """Write to a run directory; call ``lost`` with the lost lines of a log when it can be written again."""
         self._folder = folder
         self._tell = lost
         self._lost: dict[str, Lost] = {}
@@ -173,11 +168,7 @@ class LogReceiver:
 
 
 def _append(file: Path, data: bytes) -> None:
-    """Add complete lines to a log, all or none.
-
-    Raises:
-        OSError: The disk is full, or the file cannot be written.
-    """
+    """Add complete lines to a log, all or none. Raises OSError."""
     clear_way(file)
     with file.open("ab", buffering=0) as log:
         size = log.seek(0, os.SEEK_END)

@@ -41,16 +41,11 @@ class RayReplicas:
         entry: str = ENTRY,
         preload: tuple[str, ...] = PRELOAD,
     ) -> None:
-        """Prepare; nothing is started before `run`.
+        """Prepare; nothing is started before `run`. ``entry`` and ``preload`` are as in `ForkServer`.
 
         Args:
-            config: The job's configuration.
-            run: The run's directory on this node.
-            progress: Of the job; it takes the lighthouse's news.
+            progress: Takes the lighthouse's news.
             emit: Takes each event.
-            cluster: Where this process is connected.
-            entry: What runs in a rank, as in `ForkServer`.
-            preload: As in `ForkServer`.
         """
         self._config = config
         self._run = run
@@ -111,7 +106,6 @@ class RayReplicas:
             self._reporter.event(event)
 
     def stop(self, number: int) -> None:
-        """Have all ranks leave the job because of a signal; kill them at SIGINT after that."""
         self._stopping = True
         for host in self._hosts.hosts:
             host.actor.stop.remote(number)

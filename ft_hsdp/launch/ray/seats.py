@@ -29,7 +29,6 @@ class RayProcess:
     actor: Any
 
     def signal(self, number: int) -> None:
-        """Tell the actor to send a signal."""
         self.actor.signal.remote(self.pid, int(number))
 
 

@@ -114,10 +114,7 @@ def submit_through_jobs_api(config: Config, file: Path, overrides: Sequence[str]
     """Run `submit` on the cluster whose Jobs API is at `url` and show its log until it ends. Ctrl-C stops the job.
 
     Args:
-        config: Of the job.
-        file: The YAML file of the job.
-        overrides: The overrides of its keys, as given on the command line.
-        url: Of the Jobs API.
+        overrides: As given on the command line.
         json: Show the log on stderr, and the document on stdout.
 
     Returns:
@@ -182,10 +179,7 @@ def entrypoint(file: Path, overrides: Sequence[str], *, uploaded: bool, json: bo
     """Return the command that the cluster runs.
 
     Args:
-        file: The YAML file of the job.
-        overrides: The overrides of its keys.
         uploaded: ray.runtime_env has a working_dir, which Ray uploads. Else all nodes have the same files.
-        json: Add `--json`.
     """
     config = str(file) if uploaded else str(file.resolve())
     words = ["python", "-m", "ft_hsdp.launch.cli", "submit", config, *overrides, *(["--json"] if json else [])]
@@ -228,10 +222,9 @@ def submit(
     """Run a job on a cluster until every replica is done, as `up` does on one machine. Blocks.
 
     Args:
-        config: Of the job.
         address: "auto" or HOST:PORT of the cluster.
         stream: Takes what is shown; None: stdout.
-        entry: What runs in a rank.
+        entry: As in `ForkServer`.
 
     Returns:
         The exit code, and the summary if there is one.
@@ -260,12 +253,7 @@ def cluster_resources(
 ) -> MakeResources:
     """Return a function that makes what runs a job's replicas and its lighthouse on a cluster.
 
-    Args:
-        config: Of the job.
-        run: The run directory.
-        cluster: Where this process is connected.
-        entry: As in `ForkServer`.
-        preload: As in `ForkServer`.
+    ``entry`` and ``preload`` are as in `ForkServer`.
     """
 
     def make(progress: Progress, emit: Callable[[Row], None]) -> JobResources:
@@ -330,12 +318,9 @@ def with_hosts(config: Config) -> Config:
 
 
 def within_reach(config: Config, own: str, alone: bool) -> Config:
-    """Return the configuration with a network.host at which the other nodes reach this one.
+    """Return the configuration with a network.host at which the other nodes reach this one, at ``own``.
 
-    Args:
-        config: Of the job.
-        own: The address of this node.
-        alone: This node is the whole cluster and has room for the job, so loopback is enough.
+    Where it is ``alone``, the whole cluster and with room for the job, loopback is enough.
     """
     host = config.network.host
     if not unspecified(host) and (alone or not loopback(host)):

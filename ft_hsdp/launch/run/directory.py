@@ -165,8 +165,6 @@ def make_run(
     run meanwhile, it is taken as it is.
 
     Args:
-        run: The directory.
-        config: The job's configuration.
         token: The secret that the job's processes share; None: a new one.
         said: For supervisor.json; None: there is none.
         ended: The store of the earlier run says that its job has ended.
@@ -208,8 +206,7 @@ def make_run(
 def _put_in_place(part: RunDir, run: RunDir, judged: Record) -> bool:
     """Move what stands at `run` aside if its claim is the one that was `judged`, and `part` to its place.
 
-    Returns:
-        Whether it is there; False: another process was quicker.
+    Return False if another process was quicker.
     """
     with turn(run.path):
         if read(run.path) != judged:
@@ -240,11 +237,9 @@ def _check_vacant(run: RunDir, owner: FolderOwner, ended: bool) -> Record:
 
 
 def write_job_files(run: RunDir, config: Config, token: str | None = None) -> None:
-    """Write the configuration and the secrets of a job into its run directory.
+    """Write the configuration and the secrets of a job into its run directory, which is made if it does not exist.
 
     Args:
-        run: The directory; it is made if it does not exist.
-        config: The job's configuration.
         token: The secret that the job's processes share; None: a new one.
 
     Raises:

@@ -45,9 +45,7 @@ class LoggedGrants:
         """Start at the first line of a log.
 
         Args:
-            log: The events of the lighthouses.
-            name: Its path in messages.
-            slots: The largest number of replicas of the job.
+            name: The log's path in messages.
             config: The hash of the configuration that the lighthouses should use.
             breach: Called with each breach.
             on_grant: Called with each grant.

@@ -63,7 +63,6 @@ def replay(run: RunDir, begins: Callable[[], object] = lambda: None) -> ReplayVe
     """Replay a finished run. This takes about the CPU time of the run without its failures.
 
     Args:
-        run: The run.
         begins: Called when nothing is known that would refuse the run, before its first step is trained.
 
     Raises:
@@ -155,10 +154,6 @@ def agreed(found: Sequence[ReplayOutcome], segment: ReplaySegment) -> ReplayOutc
     """Return what was found, from what the replica of each width has found, the widest first.
 
     They hold one state, so a step differs if they do not; if it is not known which, it counts as the last one.
-
-    Args:
-        found: Of each width of the segment.
-        segment: What they have repeated.
     """
     differing = [each.differs_at for each in found if each.differs_at is not None]
     if not differing and any(each.digest != found[0].digest for each in found):
@@ -167,11 +162,7 @@ def agreed(found: Sequence[ReplayOutcome], segment: ReplaySegment) -> ReplayOutc
 
 
 def _repeat(run: RunDir, folder: Path, segment: ReplaySegment) -> list[ReplayOutcome]:
-    """Repeat one segment; return what the replica of each width has found, the widest first.
-
-    Raises:
-        ConfigError: The entry failed.
-    """
+    """Repeat one segment; return what the replica of each width has found, the widest first."""
     shared = {**environment(), TOKEN_VARIABLE: secrets.token_hex(16), "MASTER_ADDR": "127.0.0.1"}
     command = tied(__name__, str(run.path), str(folder), str(segment.first), str(segment.last))
     ports: set[int] = set()
