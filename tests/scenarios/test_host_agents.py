@@ -1,35 +1,47 @@
 """Hosts whose agents run what the lighthouse places on them: machines that share a network and nothing else."""
 
+import contextlib
+import json
+import os
+import re
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ft_hsdp.launch.run.directory import read_json
 from ft_hsdp.state.transfer.donor_connection import ask_held
 from tests.support.machines import Rig, needs_machines
-from tests.support.machines_job import PORT, STEPS, TOKEN, JobOnHosts
+from tests.support.machines_job import PORT, ROOT, STEPS, TOKEN, JobOnHosts
 from tests.support.scenarios.scenario_job import agents_of
+from tests.support.waiting import until
 
-pytestmark = [needs_machines, pytest.mark.proof]
+pytestmark = [needs_machines, pytest.mark.multiproc]
+PROOF = pytest.mark.proof
 
 
-@pytest.mark.parametrize("how", ["killed", "cut", "without its holder"])
-def test_a_spare_machine_takes_the_place_of_a_lost_one(how: str, tmp_path: Path) -> None:
-    with Rig(tmp_path, 6) as rig, JobOnHosts(rig, tmp_path, 2, 2) as job:
-        spare, (stays, lost), other = job.spare(), job.hosts(1), job.hosts(0)
+@pytest.mark.parametrize(
+    ("how", "hosts"),
+    [("killed", 1), pytest.param("cut", 2, marks=PROOF), pytest.param("without its holder", 2, marks=PROOF)],
+)
+def test_a_spare_machine_takes_the_place_of_a_lost_one(how: str, hosts: int, tmp_path: Path) -> None:
+    with Rig(tmp_path, 2 + 2 * hosts) as rig, JobOnHosts(rig, tmp_path, 2, hosts) as job:
+        spare, (*stay, lost), other = job.spare(), job.hosts(1), job.hosts(0)
         if how == "without its holder":
             job.supervisors.pop(lost.number).kill()
         else:
             job.lose(lost, cut=how == "cut")
         job.back(1, 2)
-        assert (job.hosts(1), job.hosts(0)) == ([stays, spare], other)
+        assert (job.hosts(1), job.hosts(0)) == ([*stay, spare], other)
         job.ended()
         assert how != "without its holder" or lost.run("ls", "/dev/shm") == ""
         assert all(0 in row["contributors"] for row in job.rows(0))
         assert len({row["incarnation"] for row in job.rows(0)}) == 1
 
 
+@PROOF
 def test_ranks_go_on_when_their_agents_are_killed(tmp_path: Path) -> None:
     """One of them dies with the rank of another machine: the next agent tells of it."""
     with Rig(tmp_path, 3) as rig, JobOnHosts(rig, tmp_path, 2, 1) as job:
@@ -48,6 +60,7 @@ def test_ranks_go_on_when_their_agents_are_killed(tmp_path: Path) -> None:
         job.ended()
 
 
+@PROOF
 def test_a_lone_replica_goes_on_from_copies_with_a_spare_machine(tmp_path: Path) -> None:
     with Rig(tmp_path, 5) as rig, JobOnHosts(rig, tmp_path, 1, 3, "memory: {copies: 2}") as job:
         spare, (lost, *stay) = job.spare(), job.hosts(0)
@@ -57,6 +70,7 @@ def test_a_lone_replica_goes_on_from_copies_with_a_spare_machine(tmp_path: Path)
         assert [each["rung"] for each in job.ended()] == ["copy"]
 
 
+@PROOF
 def test_a_machine_that_was_cut_off_is_a_spare_one_when_it_is_back(tmp_path: Path) -> None:
     with Rig(tmp_path, 4) as rig, JobOnHosts(rig, tmp_path, 2, 1) as job:
         spare, (far,) = job.spare(), job.hosts(1)
@@ -73,6 +87,7 @@ def test_a_machine_that_was_cut_off_is_a_spare_one_when_it_is_back(tmp_path: Pat
         job.ended()
 
 
+@PROOF
 def test_a_machine_and_the_lighthouse_are_lost_at_once(tmp_path: Path) -> None:
     with Rig(tmp_path, 4) as rig, JobOnHosts(rig, tmp_path, 1, 2) as job:
         spare, (stays, lost) = job.spare(), job.hosts(0)
@@ -85,6 +100,7 @@ def test_a_machine_and_the_lighthouse_are_lost_at_once(tmp_path: Path) -> None:
         job.ended()
 
 
+@PROOF
 def test_fewer_ranks_go_on_until_a_lost_machine_has_an_agent_again(tmp_path: Path) -> None:
     more = "memory: {shrink_to: 1, copies: 2}"
     with Rig(tmp_path, 3) as rig, JobOnHosts(rig, tmp_path, 1, 2, more) as job:
@@ -100,6 +116,7 @@ def test_fewer_ranks_go_on_until_a_lost_machine_has_an_agent_again(tmp_path: Pat
         job.ended()
 
 
+@PROOF
 def test_a_drained_machine_repeats_no_step_and_gets_no_ranks_until_it_is_undrained(tmp_path: Path) -> None:
     with Rig(tmp_path, 4) as rig, JobOnHosts(rig, tmp_path, 1, 2) as job:
         spare, (stays, away) = job.spare(), job.hosts(0)
@@ -126,6 +143,7 @@ class Long(JobOnHosts):
     step_count = 120
 
 
+@PROOF
 def test_machines_that_were_cut_off_come_back_with_old_copies(tmp_path: Path) -> None:
     """M60: the others go on, and copy among themselves. What they kept has another name, and nobody takes it."""
     with Rig(tmp_path, 5) as rig, Long(rig, tmp_path, 2, 2) as job:
@@ -149,3 +167,33 @@ def test_machines_that_were_cut_off_come_back_with_old_copies(tmp_path: Path) ->
     assert all(row["lost_steps"] == 0 for row in summary["recoveries"])
     assert old["incarnation"] not in {row["incarnation"] for row in later}, "the old ranks trained on"
     assert (later[0]["role"], later[0]["step"] > old["step"] + 1) == ("behind", True), "it fetched a newer state"
+
+
+@PROOF
+def test_the_words_of_the_page_run_a_job_and_lose_a_machine(tmp_path: Path) -> None:
+    """`kill -9 %4` ends the holder of host c, which may be the spare one."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "machines.md").read_text(), re.DOTALL)
+    (words,) = [block for block in blocks if "for name in" in block]
+    with Rig(tmp_path, 1) as rig:
+        (machine,) = rig.machines
+        for name in ("launcher.py", "configs"):
+            (machine.tmp / name).symlink_to(ROOT / name)
+        os.mkfifo(machine.tmp / "go")
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        machine.start("shell", ["bash", "-c", f"{words}\nread -r < go; kill -9 %4; wait"], PATH=path)
+
+        def seen() -> dict[str, Any]:
+            found: dict[str, Any] = {"replicas": [], "hosts": [], "step": 0}
+            with contextlib.suppress(subprocess.CalledProcessError):
+                found |= json.loads(machine.run(sys.executable, "launcher.py", "status", "--json"))
+            return found
+
+        def trains(status: dict[str, Any], hosts: set[str]) -> bool:
+            used = {host["host"] for host in status["hosts"] if host["state"] == "used"}
+            states = [each.get("state") for each in status["replicas"]]
+            return states == ["training"] * 2 and len(used) == 4 and used <= hosts
+
+        until(lambda: trains(seen(), set("abcde")), "both replicas train", 90.0)
+        before = seen()["step"]
+        (machine.tmp / "go").write_text("\n")
+        until(lambda: trains(now := seen(), set("abde")) and now["step"] > before, "they do again", 90.0)

@@ -66,8 +66,11 @@ class Losses(JobOnHosts):
         if what in ("stopped", "agent"):
             with contextlib.suppress(psutil.Error, ValueError):  # it is being started again
                 agent = self.agent(machine)
-                (agent.kill if what == "agent" else agent.suspend)()
-                return agent.resume
+                if what == "agent":
+                    agent.kill()
+                else:
+                    agent.suspend()
+                    return lambda: agent.is_running() and agent.resume()
             return lambda: None
         if what == "rank":
             for replica in range(self._replicas):
