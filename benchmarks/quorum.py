@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from benchmarks.command import listed, rounds_of
-from benchmarks.processes import LOOPBACK, listening, scratch, spawn
+from benchmarks.command import listed, measures_of, rounds_of
+from benchmarks.processes import LOOPBACK, Process, kill, listening, scratch, spawn
 from benchmarks.results import (
     ProgressLog,
     ResultRow,
@@ -86,13 +86,15 @@ class QuorumOptions:
 
     members: tuple[int, ...]  # how many clients ask at once
     rounds: int  # of each kind
+    agents: bool = False  # rounds beside host agents, instead of those beside torchft
 
 
 def options(args: Namespace) -> QuorumOptions:
     """Return what `bench quorum` is to do."""
     allowed = f"numbers from 1 to {MAX_REPLICAS}, e.g. 12,64"
     members = listed("--members", args.members or None, _clients, allowed)
-    return QuorumOptions(members or MEMBERS, rounds_of(args, 300))
+    agents = args.measure is not None and measures_of(args, ("agents",)) == ("agents",)
+    return QuorumOptions(members or MEMBERS, rounds_of(args, 300), agents)
 
 
 def _clients(word: str) -> int | None:
@@ -111,10 +113,24 @@ class LighthouseContender:
     """A lighthouse in a process, and its members."""
 
     def __init__(self, stack: ExitStack, command: list[str], file: Path, log: Path, count: int) -> None:
-        url = str(listening(spawn(stack, command, log), file, log, "a lighthouse")["url"])
+        self._begin = stack, command, log
+        self._file = file
+        self.process = self._start()
+        url = str(listening(self.process, file, log, "a lighthouse")["url"])
         self.address = (LOOPBACK, urlsplit(url).port or 0)
         self.host = f"{LOOPBACK}:{self.address[1]}"
         self.members = range(count)
+
+    def _start(self) -> Process:
+        stack, command, log = self._begin
+        return spawn(stack, command, log)
+
+    def again(self) -> None:
+        """Kill it, and start another one."""
+        kill(self.process)
+        self._file.unlink()
+        self.process = self._start()
+        listening(self.process, self._file, self._begin[2], "a lighthouse")
 
 
 class Torchft(LighthouseContender):
@@ -147,9 +163,11 @@ class Torchft(LighthouseContender):
 class Ours(LighthouseContender):
     """This project's lighthouse, as `launcher.py lighthouse` starts it: tokens, checks, SQLite."""
 
-    def __init__(self, stack: ExitStack, folder: Path, members: int) -> None:
-        run = RunDir(folder / "run")
-        config = parse({"replicas": members, "ranks_per_replica": 1, "train": {"steps": STEPS}})
+    def __init__(self, stack: ExitStack, folder: Path, members: int, spare: int = 0) -> None:
+        """Start it; so many replicas more may be wanted later."""
+        run = self.run = RunDir(folder / "run")
+        sizes = {"replicas": members, "max_replicas": members + spare, "ranks_per_replica": 1}
+        config = parse({**sizes, "train": {"steps": STEPS}})
         write_job_files(run, config)
         self._token = run.token.read_text().strip()
         self._hash = config_hash(config)
@@ -215,6 +233,12 @@ def run(options: QuorumOptions, stream: TextIO) -> dict[str, Any]:
         raise ConfigError("bench", "quorum", "an installation with torchft, which it is measured beside")
     log = ProgressLog(stream)
     result, started = begin_result("quorum", log)
+    if options.agents:
+        from benchmarks import agents  # it needs this module
+
+        with scratch() as (stack, folder):
+            row = result["agents"] = agents.measure(stack, folder, options.rounds, log)
+        return finish_result(result, agents.goals(row), log, started)
     result["kinds"] = KINDS
     result["rounds"] = [_measure(members, options.rounds, log) for members in options.members]
     return finish_result(result, goals(result), log, started)
