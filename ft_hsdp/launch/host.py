@@ -20,7 +20,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.event_table import tell
 from ft_hsdp.launch.agent import HostAgent, agent_path
 from ft_hsdp.launch.backend.forkserver import PRELOAD
-from ft_hsdp.launch.backend.gpus import check_device, gpus_here
+from ft_hsdp.launch.backend.gpus import check_device, free_gpus, gpus_here
 from ft_hsdp.launch.backend.held import HeldForks
 from ft_hsdp.launch.backend.ranks import LocalRanks
 from ft_hsdp.launch.job import prepare_data, what_is_kept
@@ -117,11 +117,13 @@ async def serve(
     await alone(name, lambda: forks.take_name(name_of_agent(token, name)), waits=replica_id is not None)
     file = run.path / f"host-{name}.yaml"
     write_config(file, config)  # only now: another process may have been this host
+    hosts = config.hosts.per_replica or 1
+    most = config.ranks_per_replica // hosts + (config.spares if whole else 0)
     ranks = LocalRanks(
         config,
         run,
         forks,
-        gpus=gpus_here(config, config.hosts.per_replica or 1),
+        gpus=await free_gpus(gpus_here(config, hosts), most, forks.take_name, _say),
         file=file,
         spares=run.path / f"spares-{name}" if replica_id is None else run.replica(replica_id) / "spares",
         whole=whole,

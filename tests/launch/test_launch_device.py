@@ -16,7 +16,7 @@ def _no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.parametrize("command", [["up", GPU], ["replica", GPU, "--replica", "0"]])
+@pytest.mark.parametrize("command", [["up", GPU], ["replica", GPU, "--replica", "0", "--holder", "0"]])
 def test_a_gpu_that_is_not_there_is_refused_in_one_line(tmp_path, capsys, command) -> None:
     assert main(command) == 64
     (line,) = capsys.readouterr().err.splitlines()

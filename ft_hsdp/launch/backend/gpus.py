@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from ft_hsdp.config import Config
 
@@ -44,6 +44,27 @@ def gpus_here(config: Config, hosts: int = 1) -> tuple[str, ...]:
     import torch  # `check_device` has loaded it
 
     return visible(torch.cuda.device_count(), os.environ)
+
+
+async def free_gpus(
+    gpus: Sequence[str], ranks: int, take: Callable[[str], Awaitable[object]], say: Callable[[str], None]
+) -> Sequence[str]:
+    """Return a GPU for each rank that no other agent of this machine uses; all of them if too few are free.
+
+    Args:
+        gpus: Those of this machine.
+        ranks: How many ranks may run here at once, those of spares among them.
+        take: Takes a name on this machine until the host ends; nothing is returned if another process has it.
+        say: Takes lines for people.
+    """
+    free: list[str] = []
+    for gpu in gpus:
+        if len(free) < ranks and await take(f"ft_hsdp/gpu/{gpu}"):
+            free.append(gpu)
+    if len(free) < min(ranks, len(gpus)):
+        say(f"only {len(free)} of {len(gpus)} GPUs are not used by other agents of this machine: they are shared")
+        return gpus
+    return free
 
 
 def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:

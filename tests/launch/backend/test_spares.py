@@ -15,7 +15,7 @@ from ft_hsdp.core.host_report import AssignedRanks
 from ft_hsdp.launch.backend import gpus, spares
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, WorkerProcess
 from ft_hsdp.launch.backend.forkserver import ForkServer
-from ft_hsdp.launch.backend.gpus import visible
+from ft_hsdp.launch.backend.gpus import free_gpus, visible
 from ft_hsdp.launch.backend.processes import free_port
 from ft_hsdp.launch.backend.ranks import HeldRanks, LocalRanks
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
@@ -297,3 +297,15 @@ def test_names_of_gpus_keep_the_meaning_that_the_user_gave_them(monkeypatch, giv
     assert made["CUDA_VISIBLE_DEVICES"] == "1"
     assert ("CUDA_DEVICE_ORDER" in made) == ordered
     assert gpus.environment([]) == {}
+
+
+async def test_agents_of_one_machine_do_not_take_each_others_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    names = set[str]()
+
+    async def other(name: str) -> bool:  # as `take_name` of another process
+        return name not in names and names.add(name) is None
+
+    found = [await free_gpus("01234567", ranks, other, print) for ranks in (2, 4, 3)]
+    assert found == [["0", "1"], ["2", "3", "4", "5"], "01234567"]
+    assert "2 of 8" in capsys.readouterr().out
+    assert await free_gpus((), 2, other, print) == []
