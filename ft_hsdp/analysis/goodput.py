@@ -169,18 +169,9 @@ class Goodput:
 
     def effective(self) -> dict[str, Any]:
         """Return "effective" of the overview; the lost seconds add up to wall_s - useful_s."""
-        if not self.commits:
-            return {
-                "wall_clock": 0.0,
-                "renewal": None,
-                "with_replay": 0.0,
-                "wall_s": 0.0,
-                "useful_s": 0.0,
-                "lost_s": {},
-            }
         steps = self.steps
         replay = steps.median * self._share_again
-        wall, trained = max(steps.wall_s, 1e-9), steps.trained_s
+        wall, trained = steps.wall_s, steps.trained_s
         useful = trained - replay
         lost = self._lost | {
             "startup": steps.startup_s,
@@ -197,9 +188,9 @@ class Goodput:
             lost["other"] += whole - named
         by_failures = sum(lost[cause] for cause in BY_FAILURES)
         return {
-            "wall_clock": min(1.0, trained / wall),
+            "wall_clock": min(1.0, trained / max(wall, 1e-9)),
             "renewal": trained / (trained + by_failures) if self.failed and trained else None,
-            "with_replay": min(1.0, useful / wall),
+            "with_replay": min(1.0, useful / max(wall, 1e-9)),
             "wall_s": wall,
             "useful_s": useful,
             "lost_s": lost,

@@ -42,34 +42,27 @@ function useJournal(filter, ceiling, named) {
     }
   };
 
-  const newest = () =>
+  const read = (query, join) =>
     guarded(async () => {
-      const page = await ask({});
-      return () => withOlder(EMPTY, page, page.length === PAGE);
+      const page = await ask(query);
+      return (now) => join(now, page, page.length === PAGE);
     });
+  const newest = () => read({}, (_, page, full) => withOlder(EMPTY, page, full));
   const around = (seq) =>
     guarded(async () => {
       const [past, future] = await Promise.all([ask({ before: seq + 1 }), ceiling === null ? ask({ after: seq }) : []]);
       return () => withNewer(withOlder(EMPTY, past, past.length === PAGE), future, future.length === PAGE);
     });
-  const older = () =>
-    guarded(async () => {
-      const page = await ask({ before: held.rows[0].seq });
-      return (now) => withOlder(now, page, page.length === PAGE);
-    });
-  const newer = () =>
-    guarded(async () => {
-      const page = await ask({ after: held.rows.at(-1).seq });
-      return (now) => withNewer(now, page, page.length === PAGE);
-    });
+  const older = () => read({ before: held.rows[0].seq }, withOlder);
+  const newer = () => read({ after: held.rows.at(-1).seq }, withNewer);
 
-  const read = () => (named === null ? newest() : around(named));
-  useEffect(() => void read(), [filter, ceiling]);
+  const begin = () => (named === null ? newest() : around(named));
+  useEffect(() => void begin(), [filter, ceiling]);
   useEffect(() => {
     if (named !== null && !held.rows.some((row) => row.seq === named) && held !== EMPTY) around(named);
   }, [named]);
   useEffect(() => {
-    if (connection === "live" && error) read();
+    if (connection === "live" && error) begin();
   }, [connection]);
   useEffect(() => {
     if (ceiling !== null) return undefined;

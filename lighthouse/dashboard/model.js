@@ -71,14 +71,10 @@ function refused(error) {
 function committed(row) {
   const { overview, zoom } = store.get();
   if (!overview) return;
-  const head = { ...overview.head, step: row.step, epoch: row.epoch, loss: row.loss, lr: row.lr, lr_scale: row.lr_scale };
-  head.step_s = row.step_s;
-  head.units = row.units ?? null;
-  head.units_wanted = row.units_wanted ?? null;
-  head.contributors = row.contributors;
-  head.healthy = row.contributors.length;
+  const { step, epoch, loss, lr, lr_scale, step_s, units = null, units_wanted = null, contributors } = row;
+  const told = { step, epoch, loss, lr, lr_scale, step_s, units, units_wanted, contributors, healthy: contributors.length };
   const series = zoom ? overview.series : extended(overview.series, row);
-  store.set({ overview: { ...overview, head, series } });
+  store.set({ overview: { ...overview, head: { ...overview.head, ...told }, series } });
   if (series.t.length > 2400) refresh();
 }
 

@@ -45,9 +45,6 @@ class Candidate:
     """A lighthouse that stands by at ``url``, then leads.
 
     Args:
-        config: Of the job, with ``lighthouse.etcd``.
-        instance: Which of the lighthouses of the run directory this one is.
-        url: Where others reach it.
         begin: Builds what is served while it leads.
         events: Takes each event of this lighthouse, as a row of its events.jsonl.
 
@@ -75,14 +72,13 @@ class Candidate:
         self._journal: JobJournal | None = None
         self._task: asyncio.Task[None] | None = None
         self._failed: BaseException | None = None
-        self.app = SwitchableApp(Standby(lambda: self._election.leader))
+        self.app = SwitchableApp(lambda: self._election.leader)
         self.deposed = ""  # why it does not lead any more
 
     def begin(self, end: Callable[[], None]) -> None:
         """Write where it listens, and stand by, now that the port is open. Does not wait.
 
-        Args:
-            end: Called once when this lighthouse is deposed or has failed.
+        ``end`` is called once when this lighthouse is deposed or has failed.
         """
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -159,41 +155,26 @@ class Candidate:
             self._failed = error
 
 
-class Standby:
-    """The application of a lighthouse that does not lead.
-
-    Args:
-        leader: Returns the leader's URL, or None while there is no leader.
-    """
+class SwitchableApp:
+    """The application of a lighthouse: it names the leader until `lead` is called."""
 
     def __init__(self, leader: Callable[[], str | None]) -> None:
-        self._leader = leader
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        leader = self._leader()
-        response: Response
-        if scope["path"] == "/" and leader is not None:
-            response = RedirectResponse(f"{leader}/", 307)  # a key behind # goes along
-        else:
-            detail = f"this lighthouse stands by; {'another one leads' if leader else 'none leads now'}"
-            response = JSONResponse({"detail": detail, "leader": leader}, 503)
-        await response(scope, receive, send)
-
-
-class SwitchableApp:
-    """An ASGI application that is ``standby`` until `lead` is called."""
-
-    def __init__(self, standby: ASGIApp) -> None:
-        self._app = standby
-        self._role = "standby"
+        self._leader = leader  # returns its URL, or None while there is none
+        self._app: ASGIApp | None = None  # while it leads
 
     def lead(self, app: ASGIApp) -> None:
         self._app = app
-        self._role = "leader"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == "/healthz":
-            date = {"date": formatdate(usegmt=True)}
-            await JSONResponse({"role": self._role}, headers=date)(scope, receive, send)
+            role, date = "standby" if self._app is None else "leader", {"date": formatdate(usegmt=True)}
+            await JSONResponse({"role": role}, headers=date)(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await (self._app or self._standby(scope["path"]))(scope, receive, send)
+
+    def _standby(self, path: str) -> Response:
+        leader = self._leader()
+        if path == "/" and leader is not None:
+            return RedirectResponse(f"{leader}/", 307)  # a key behind # goes along
+        detail = f"this lighthouse stands by; {'another one leads' if leader else 'none leads now'}"
+        return JSONResponse({"detail": detail, "leader": leader}, 503)

@@ -17,10 +17,7 @@ MAX_INSTANCES = 5
 
 
 class InstanceLock:
-    """The number of a lighthouse in its run directory; the lock is held until this process ends.
-
-    Args:
-        number: Of this lighthouse; None: the first free one.
+    """The number of a lighthouse in its run directory, by default the first free one; held until the process ends.
 
     Raises:
         ConfigError: the number, or each of them, is taken.

@@ -31,7 +31,6 @@ class JournalMirror:
         leader: Returns the leader's URL, or None while there is no leader.
         token: The worker's.
         client: Closed by the caller.
-        retry_s: After a stream that ended.
     """
 
     def __init__(

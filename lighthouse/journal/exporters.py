@@ -53,13 +53,8 @@ class Point:
         contributors = row.get("contributors")
         healthy = len(contributors) if isinstance(contributors, Sequence) else None
         figures = {
-            "loss": row.get("loss"),
-            "lr": row.get("lr"),
-            "lr_scale": row.get("lr_scale"),
-            "step_s": row.get("step_s"),
+            **{name: row.get(name) for name in ("loss", "lr", "lr_scale", "step_s", "units", "units_wanted")},
             "healthy": healthy,
-            "units": row.get("units"),
-            "units_wanted": row.get("units_wanted"),
             "gbps": _ratio(row.get("ftar_bytes"), row.get("ftar_s"), 1e-9),
             "tokens_per_s": _ratio(row.get("tokens"), row.get("step_s")),
         }
