@@ -39,12 +39,8 @@ _SHOWN = (
     "given_up",
 )
 _NEEDED = frozenset({"step", "epoch", "attempt", "lineage", "prev", "role"})  # to be merged
-COUNTED = frozenset(_SHOWN) - {"given_up"} | {
-    "prev",
-    "role",
-    "contributions",
-    "cursors",
-}  # and to be told and counted
+# And to be told and counted:
+COUNTED = frozenset(_SHOWN) - {"given_up"} | {"prev", "role", "contributions", "cursors"}
 _MAX_UNITS = 2**24  # that a replica trains in one step; a number above that is damage, and is not counted up to
 Rewind = tuple[int, int]
 """An epoch and its first step: what earlier epochs committed from that step on did not last."""

@@ -124,13 +124,9 @@ def _rows(
             "copies": held,
             "protected": None if protected and not known(alive, level) else protected,
             "copied_bytes_per_step": shard * len(made.copies) / config.memory.every,
-            "without_rows": _without_rows(config, width),  # several replicas refuse a model with any
+            # Several replicas refuse a model with any; it is not known here what an entry makes.
+            "without_rows": None if config.entry is not None else len(without_rows(tensors(config), width)),
         }
-
-
-def _without_rows(config: Config, width: int) -> int | None:
-    """Return how many ranks would have no row of the model; None: not known here."""
-    return None if config.entry is not None else len(without_rows(tensors(config), width))
 
 
 def _rate(config: Config, assumptions: Assumptions, ranks: int, widths: Sequence[int]) -> tuple[float, int, float]:

@@ -87,11 +87,10 @@ def reliability(
 def loss_rate(groups: int, copies: int, failures: float, repair: float) -> float:
     """Return how often a shard is lost, per unit of time, if failures are independent and rare.
 
-    Each of `groups` sets of `copies` members loses its last member while all others are being replaced.
+    Each of `groups` sets of `copies` members loses its last member while all others are being replaced: of N
+    replicas of H hosts, there are H sets of N hosts.
 
     Args:
-        groups: number of sets. A shard of N replicas of H hosts: H sets of N hosts.
-        copies: members of a set.
         failures: losses of one member per unit of time.
         repair: units of time until a lost member is replaced and has its copies again. Where failures are not rare
             beside that, each of the others counts as being replaced always.
@@ -124,16 +123,13 @@ def _kept(
     survives = {
         lost: None if ways is None else probability(ways, lost) for lost in range(1, min(most_lost, hosts) + 1)
     }
-    step_s, per_second = (
-        assumptions.step_s,
-        assumptions.host_failures_per_month / MONTH_DAYS / DAY_S,
-    )  # of one host
+    per_second = assumptions.host_failures_per_month / MONTH_DAYS / DAY_S  # of one host
     losses = sum(loss_rate(1, len(each), per_second, assumptions.replace_s) for each in sets)
     part = min(1.0, losses / (hosts * per_second)) if per_second else 0.0  # of the failures take a state with them
-    lost_s = (1 - part) * swap_cost(assumptions.swap_s, step_s, (1 + every) / 2) / replicas
+    lost_s = (1 - part) * swap_cost(assumptions.swap_s, assumptions.step_s, (1 + every) / 2) / replicas
     if part:
-        restart_s = restart_cost(assumptions.restart_s, step_s, checkpoint_every) if checkpoint_every else inf
-        lost_s += part * restart_s
+        again_s = restart_cost(assumptions.restart_s, assumptions.step_s, checkpoint_every)
+        lost_s += part * again_s if checkpoint_every else inf
     clock, renewal = (
         effective_ratio(1 / (hosts * per_second), lost_s, reading) if per_second else 1.0 for reading in READINGS
     )

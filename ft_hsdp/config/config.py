@@ -245,10 +245,6 @@ class Config(Section):
         return config
 
 
-def _always(c: Config) -> bool:
-    return True
-
-
 class Bound(NamedTuple):
     """The value at `key` is at most that at `other`, or below it."""
 
@@ -256,7 +252,7 @@ class Bound(NamedTuple):
     other: str
     why: str  # what would go wrong otherwise, for the error
     below: bool = False  # equal values are not allowed either
-    where: Callable[[Config], bool] = _always  # for which configurations it counts
+    where: Callable[[Config], bool] = lambda _: True  # for which configurations it counts
 
     def settable(self) -> WaitKey:
         """Return the key that one changes to change the wait at `key`."""

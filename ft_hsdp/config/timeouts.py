@@ -19,13 +19,7 @@ from ft_hsdp.core.restart import BACKOFF_MAX_S
 
 
 class Derived:
-    """A wait that nobody sets: it is `times` the wait of the key `base`.
-
-    Args:
-        base: a key of the same section.
-        times: a factor.
-        why: what the two waits have in common.
-    """
+    """A wait that nobody sets: it is `times` the wait of the key `base`; `why` says what they have in common."""
 
     def __init__(self, base: str, times: float, why: str) -> None:
         self.base = base

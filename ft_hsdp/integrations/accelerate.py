@@ -1,12 +1,4 @@
-"""Accelerate 1.15 on ft_hsdp: an `Accelerator` whose ``optimizer.step()`` commits a step of the job.
-
-    accelerator = FtHsdpAccelerator(max_norm=1.0, step_scheduler_with_optimizer=False)
-    loader = accelerator.prepare_train_loader(DataLoader(dataset, batch_size=8, shuffle=True))
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    for epoch in loader.epochs(5):
-        for batch in loader:
-            accelerator.backward(loss(model(batch)))
-            optimizer.step()
+"""Accelerate 1.15 on ft_hsdp: an `Accelerator` whose ``optimizer.step()`` commits a step (docs/accelerate.md).
 
 To Accelerate, one replica is the whole world: its processes, its collectives, its main process. The other replicas
 are reached in ``optimizer.step()`` and in the loader alone. The model is sharded by Accelerate's own FSDP2.
@@ -91,16 +83,8 @@ class FtHsdpAccelerator(Accelerator):
     def prepare_train_loader(self, dataloader: DataLoader[Any] | Loader[Any]) -> EpochLoader:
         """Make a DataLoader the data that is trained: each sample counts once an epoch, whatever is lost.
 
-        ``accelerator.prepare`` is for other data, such as that of an evaluation: each replica reads it all.
-
-        Args:
-            dataloader: Over a map-style dataset; or what `Job.loader` has returned.
-
-        Returns:
-            The batches of this rank, on its device; each pass is an epoch.
-
-        Raises:
-            ConfigError: The job cannot read it.
+        ``accelerator.prepare`` is for other data, such as that of an evaluation: each replica reads it all. Result
+        and errors are those of `open_epochs`.
         """
         return open_epochs(self.job, dataloader, self._updates.begin)
 
@@ -172,10 +156,6 @@ class FtHsdpAccelerator(Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Gather the whole model in host memory. A collective of the replica's ranks.
-
-        Args:
-            model: What `prepare` has returned.
-            unwrap: As in `Accelerator`, for a model that is not trained.
 
         Returns:
             On rank 0 the unsharded tensors by name, {} on the others (`Job.full_state_dict`).

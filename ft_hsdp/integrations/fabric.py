@@ -1,15 +1,4 @@
-"""Lightning Fabric 2.6 on ft_hsdp: a strategy whose ``optimizer.step()`` commits a step of the job.
-
-    strategy = FtHsdpStrategy(shard, max_norm=1.0)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    fabric.launch()
-    model = fabric.setup_module(model)
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
-    loader = strategy.setup_dataloader(DataLoader(dataset, batch_size=8, shuffle=True))
-    for epoch in loader.epochs(5):
-        for batch in loader:
-            fabric.backward(loss(model(batch)))
-            optimizer.step()
+"""Lightning Fabric 2.6 on ft_hsdp: a strategy whose ``optimizer.step()`` commits a step (docs/fabric.md).
 
 To Fabric, one replica is the whole world: its ranks, its collectives, its rank 0. The other replicas are reached
 in ``optimizer.step()`` and in the loader alone.
@@ -131,13 +120,10 @@ class FtHsdpStrategy(ModelParallelStrategy):
     # What a user calls while setting up.
 
     def setup_scheduler(self, scheduler: LRScheduler) -> LRScheduler:
-        """Have the committed steps step a scheduler; ``scheduler.step()`` in the loop does nothing then.
+        """Have the committed steps step a scheduler, and return it; its ``step()`` in the loop does nothing then.
 
         Args:
             scheduler: Of an optimizer that Fabric has set up; one step of it is one committed step.
-
-        Returns:
-            ``scheduler``.
 
         Raises:
             ConfigError: The first batch was asked for, or it is of another optimizer.
@@ -150,15 +136,7 @@ class FtHsdpStrategy(ModelParallelStrategy):
         """Make a DataLoader the data that is trained: each sample counts once an epoch, whatever is lost.
 
         ``fabric.setup_dataloaders`` is for other data, such as that of an evaluation: each replica reads it all.
-
-        Args:
-            dataloader: Over a map-style dataset; or what `Job.loader` has returned.
-
-        Returns:
-            The batches of this rank, on its device; each pass is an epoch.
-
-        Raises:
-            ConfigError: The job cannot read it.
+        Result and errors are those of `open_epochs`.
         """
         return open_epochs(self.job, dataloader, self._updates.begin)
 

@@ -1,24 +1,6 @@
 """Ray Train v2 (Ray 2.60) on ft_hsdp: a trainer whose workers are replicas that may be lost one by one.
 
-    def train_loop_per_worker(config):
-        job = ft_hsdp.join()
-        model = job.adopt(shard(Model()))
-        optimizer = job.optimizer(torch.optim.AdamW(model.parameters(), lr=config["lr"]))
-        loader = prepare_data_loader(job, DataLoader(dataset, batch_size=8, shuffle=True))
-        for epoch in loader.epochs(5):
-            for batch in loader:
-                loss = model(batch)
-                loss.backward()
-                optimizer.step()
-            ray.train.report({"loss": loss.item()})
-
-    trainer = FtHsdpTorchTrainer(
-        train_loop_per_worker,
-        job_config="config.yaml",
-        train_loop_config={"lr": 1e-2},
-        scaling_config=ScalingConfig(num_workers=4),
-    )
-    result = trainer.fit()
+docs/ray-train.md has an example.
 
 Ray Train's own worker group does not fit: each call of ``ray.train.report`` waits for all workers, and its replica
 groups have one worker each. So `FtHsdpTorchTrainer.fit` does one of two things (docs/adr/0032-ray-train.md):
@@ -199,17 +181,7 @@ def prepare_data_loader(job: Job, dataloader: DataLoader[Any] | Loader[Any]) -> 
     """Make a DataLoader the data that is trained: each sample counts once an epoch, whatever is lost.
 
     It takes the place of ``ray.train.torch.prepare_data_loader``, which is for other data, such as that of an
-    evaluation: there each replica reads it all, its ranks a part each.
-
-    Args:
-        job: What `ft_hsdp.join` has returned.
-        dataloader: Over a map-style dataset; or what `Job.loader` has returned.
-
-    Returns:
-        The batches of this rank, on its device; each pass is an epoch. ``epochs(n)`` numbers them.
-
-    Raises:
-        ConfigError: The job cannot read it.
+    evaluation: there each replica reads it all, its ranks a part each. Result and errors: as of `open_epochs`.
     """
     return open_epochs(job, dataloader)
 

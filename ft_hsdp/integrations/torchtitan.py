@@ -82,10 +82,7 @@ class FtHsdpTrainer(Trainer):
         self.metrics_processor.logger = _JobLogger(self.job)
 
     def init_distributed(self) -> ParallelDims:
-        """Join the job, whose process group has the ranks of this replica.
-
-        Returns:
-            The dimensions of the mesh over them.
+        """Join the job, whose process group has the ranks of this replica; return the dimensions of their mesh.
 
         Raises:
             ConfigError: A setting asks for what a job cannot do, or the process cannot join.
@@ -162,10 +159,7 @@ class FtHsdpTrainer(Trainer):
                     self.validator.validate(self.model_parts, self.step)
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
-        """Train micro-batches until a step is committed, and log it.
-
-        Args:
-            data_iterator: The micro-batches that the job deals to this rank.
+        """Train micro-batches that the job deals to this rank until a step is committed, and log it.
 
         Raises:
             ConfigError: The optimizers were changed so that the job cannot commit their step.

@@ -102,9 +102,7 @@ class FaultTolerantMixin(Behind):
         A collective of the replica's ranks.
 
         Args:
-            *args: The Trainer's own.
             job: What `ft_hsdp.join` has returned. Join before `TrainingArguments` are made.
-            **kwargs: The Trainer's own.
 
         Raises:
             ConfigError: An argument asks for what a job cannot do, or the model cannot be adopted.
@@ -133,7 +131,6 @@ class FaultTolerantMixin(Behind):
 
         Args:
             resume_from_checkpoint: None or False: the job resumes by itself.
-            **kwargs: As in `transformers.Trainer`.
 
         Returns:
             The Trainer's `TrainOutput`; numbers of samples, seconds and operations are those of this process.
@@ -205,10 +202,7 @@ class FaultTolerantMixin(Behind):
     # The step.
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Make the optimizer and its scheduler, and give both to the job; the commits step them.
-
-        Returns:
-            What shows them to the Trainer.
+        """Make optimizer and scheduler, and give both to the job, which steps them; return what shows them.
 
         Raises:
             ConfigError: The job cannot use them.
@@ -238,7 +232,6 @@ class FaultTolerantMixin(Behind):
         """Train micro-batches until a step is committed, or the job has ended.
 
         Args:
-            model: As the Trainer gives it.
             inputs: The first micro-batch.
             num_items_in_batch: Not used: the loss stays the mean over its own micro-batch.
 

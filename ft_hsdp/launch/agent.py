@@ -111,12 +111,7 @@ class HostAgent:
         self._open: set[asyncio.Task[SupervisorReply]] = set()  # older reports without an answer
 
     def resume(self, told: Told, watch: Watch) -> None:
-        """Go on for an earlier agent of this host, which a signal has ended.
-
-        Args:
-            told: What the holder has.
-            watch: Has it tell of a rank's end.
-        """
+        """Go on for an earlier agent of this host, which a signal has ended, by what the holder has told."""
         self._life, self._number = told.life, told.agents << 32
         kept: dict[str, dict[int, KeptRank]] = {}
         for pid, rank in told.ranks.items():
@@ -130,12 +125,9 @@ class HostAgent:
             self._say(f"{held.name} goes on" if held.living else f"{held.name} has ended meanwhile")
 
     async def run(self) -> int:
-        """Report and carry out the answers until this host has no part in the job any more.
+        """Report and carry out the answers until this host has no part in the job any more; return the exit code.
 
         Its ranks are killed at the end, also if it is cancelled.
-
-        Returns:
-            The exit code.
 
         Raises:
             Retryable: The lighthouse refuses this host.

@@ -113,10 +113,7 @@ class Planner:
         """Return the injections to make now. `at_s` and rates count from the first committed step.
 
         A replica that does not run cannot be hit: a rule that hits once waits for it, a rule with a rate skips it.
-
-        Args:
-            committed: The newest committed step.
-            now: Time in seconds, from any origin.
+        ``now`` is in seconds, from any origin.
         """
         if self._began is None and committed > 0:
             self._began = now

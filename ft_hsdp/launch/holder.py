@@ -32,22 +32,15 @@ from ft_hsdp.launch.backend.held import LARGEST, KeptRank
 from ft_hsdp.launch.backend.processes import environment, take_name, tied
 from ft_hsdp.lifetime import stop_signals
 
-PAUSE_S, PAUSE_MAX_S = (
-    0.1,
-    10.0,
-)  # before the agent is started again; doubles while it lives for less than the most
+# Before the agent is started again; it doubles while that lives for less than the most.
+PAUSE_S, PAUSE_MAX_S = 0.1, 10.0
 
 
 class Holder:
     """Starts the agent of a host, and keeps its ranks."""
 
     def __init__(self, command: Sequence[str], entry: str = ENTRY) -> None:
-        """Make it; nothing is started.
-
-        Args:
-            command: Starts the agent; the number of its end of the socket is added.
-            entry: What runs in a rank, as in `ForkServer`.
-        """
+        """Make it; nothing is started. ``command`` is that of the agent, ``entry`` is as in `ForkServer`."""
         self._command = command
         self._entry = entry
         self._life = secrets.token_hex(8)
@@ -120,9 +113,8 @@ class Holder:
             self._writer.close()
             self._writer, self._ready = None, False
             code = await process.wait()
-            await asyncio.gather(
-                *self._calls
-            )  # a rank that is being forked is one of those that the next one hears of
+            # A rank that is being forked is one of those that the next agent hears of.
+            await asyncio.gather(*self._calls)
             for pid in [pid for pid, rank in self._ranks.items() if not rank.assignment]:
                 self._forget(pid)
         return code

@@ -267,10 +267,7 @@ _OPTIONS = {"replicas": "--replica"}  # options whose name is not that of their 
 
 
 def parse_options(**options: Any) -> Injection:
-    """Return the injection that the options of `chaos` ask for.
-
-    Args:
-        **options: Fields of `ChaosConfig`, and `replica`, an id or None.
+    """Return the injection that the options of `chaos` ask for: fields of `ChaosConfig`, and `replica`.
 
     Raises:
         ConfigError: An option does not fit the others.

@@ -33,10 +33,7 @@ from ft_hsdp.train.identity import HOST_VARIABLE, host_path
 
 
 def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | None]:
-    """Run a job on this machine until every replica is done. Blocks.
-
-    Args:
-        stream: Where the progress is shown; None: stdout.
+    """Run a job on this machine until every replica is done, and show its progress, by default on stdout. Blocks.
 
     Returns:
         The exit code, and the summary if there is one. The code is 0; 75 if replicas were lost; 64 if a rank
@@ -133,12 +130,7 @@ class LocalReplicas:
         entry: str = ENTRY,
         preload: tuple[str, ...] = PRELOAD,
     ) -> None:
-        """Prepare; nothing is started before `open`. ``entry`` and ``preload`` are as in `ForkServer`.
-
-        Args:
-            progress: Takes the lighthouse's news.
-            emit: Takes each event.
-        """
+        """Prepare; nothing is started before `open`. ``entry`` and ``preload`` are as in `ForkServer`."""
         self._config = config
         self._run = run
         self._progress = progress

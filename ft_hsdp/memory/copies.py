@@ -74,11 +74,7 @@ def room(budget_gb: float | None, shard: int) -> int:
 
 
 def coverage(members: Sequence[MemberHosts], plan: Plan, level: Level) -> int:
-    """Return in how many failure domains each shard of the newest state is at least, once a plan is carried out.
-
-    Args:
-        plan: what `missing_copies` has returned for them.
-    """
+    """Return in how many failure domains each shard of the newest state is at least, once a plan is done."""
     healthy = _healthy(members)
     if not healthy:
         return 0

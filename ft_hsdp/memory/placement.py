@@ -126,9 +126,7 @@ def double_hashing(start: int, steps: Iterable[int], hosts: int) -> Iterator[int
 def probing(shard: int, hosts: int, first: Iterable[int] = ()) -> Iterator[int]:
     """Return all hosts once, in the order in which they are asked to keep a copy of a shard.
 
-    Args:
-        hosts: number of hosts; at least 1.
-        first: the holders of the first placement, which come before all others.
+    The holders of the first placement come before all others.
     """
     named = list(dict.fromkeys(first))
     start = mixed("start", shard) % hosts

@@ -77,9 +77,7 @@ class Assignment:
     def left(self, ranks_per_host: int, least: int | None) -> tuple[Host, ...]:
         """Return the hosts on which the replica goes on without the missing ones; (): it has to wait.
 
-        Args:
-            ranks_per_host: Ranks on each host.
-            least: Fewest ranks with which it goes on (`memory.shrink_to`); None: it always waits.
+        It goes on with ``least`` ranks or more (`memory.shrink_to`); None: it always waits.
         """
         left = tuple(host for i, host in enumerate(self.hosts) if i not in self.missing)
         return () if least is None or not left or len(left) * ranks_per_host < least else left

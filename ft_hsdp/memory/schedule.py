@@ -140,9 +140,8 @@ class CopyInterval:
 @dataclass(frozen=True, slots=True)
 class Profile:
     spans: tuple[float, ...]  # mean length of each
-    deviation: (
-        float  # standard deviation of all spans together, relative to their mean; infinite: they do not match
-    )
+    # Standard deviation of all spans together, relative to their mean; infinite: they do not match.
+    deviation: float
 
     @property
     def steady(self) -> bool:

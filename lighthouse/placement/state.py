@@ -66,9 +66,7 @@ class PlacedReplica:
     incarnation: str = ""  # its newest one
     used: tuple[str, ...] = ()  # names of the hosts on which that is: fewer than `places` if it has fewer ranks
     lives: tuple[tuple[str, str], ...] = ()  # of the agents there, which start it, each with its space
-    run: str = (
-        ""  # of its incarnations: another one if an incarnation was replaced and is not known to have exited
-    )
+    run: str = ""  # of its incarnations: another one if one was replaced and is not known to have exited
     first: int = 0  # restarts before that run
     start: int = 0  # the number of its start, over all replicas
     master: str = ""  # "host:port" of its rank 0

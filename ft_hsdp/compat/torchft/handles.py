@@ -68,10 +68,8 @@ class Membership:
 class ServedStore:
     """A store of torch that this process serves as long as the object lives.
 
-    It is not protected, as none of torch's is: a process that reaches it can join a membership.
-
-    Args:
-        host: The address at which others reach this process.
+    Others reach it at the address ``host``. It is not protected, as none of torch's is: a process that reaches it
+    can join a membership.
 
     Raises:
         RuntimeError: No port is free.

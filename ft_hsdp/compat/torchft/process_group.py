@@ -203,14 +203,11 @@ class ProcessGroupFTAR(ProcessGroup):
         """Leave the old quorum and connect to the groups that ``opts.handles`` name, in this order. Blocks.
 
         An error of the options leaves the old quorum as it is; every other one ends it. After an error the groups
-        need a new uuid, or new handles.
+        need a new uuid, or new handles. Returns a work that is done.
 
         Args:
             opts: ``uuid`` names the quorum; with the same handles it must be new. ``timeout`` bounds the call;
                 None: the group's own. Hints are not used.
-
-        Returns:
-            A work that is done.
 
         Raises:
             InvalidArgument: A handle is malformed or there twice, this group's own is not among them, or the

@@ -119,16 +119,11 @@ class WorkerGroup:
         number: int = 0,
         changed: Callable[[WorkerGroup], None] | None = None,
     ) -> None:
-        """Make a group without processes.
-
-        Args:
-            number: The number of the spare, from 1; 0 for an incarnation.
-            changed: Called with the group after each change of a spare that waits; None for an incarnation.
-        """
+        """Make a group without processes; ``changed`` is called after each change of a spare that waits."""
         self.size = size  # number of ranks
         self.config = config  # the YAML file that they load
         self.spec = spec  # None for a spare until it is assigned
-        self.number = number
+        self.number = number  # of the spare, from 1; 0 for an incarnation
         self.processes: dict[int, WorkerProcess] = {}  # by rank
         self.gone: dict[int, int] = {}  # rank -> exit code
         self.waiting: set[int] = set()  # ranks that are warm

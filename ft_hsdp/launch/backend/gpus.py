@@ -68,12 +68,7 @@ async def free_gpus(
 
 
 def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them.
-
-    Args:
-        count: How many there are, by the driver, with that variable considered.
-        environment: Of this process.
-    """
+    """Return the names of the ``count`` GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
     named = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     return tuple(named[:count]) if named else tuple(map(str, range(count)))
 

@@ -66,12 +66,7 @@ class HeldForks:
 
     @classmethod
     async def connect(cls, descriptor: int, lost: OnLost) -> HeldForks:
-        """Connect to the holder over an inherited socket.
-
-        Args:
-            descriptor: Of the socket.
-            lost: Called with the pid of a fork server that was given up, and why.
-        """
+        """Connect to the holder over an inherited socket."""
         reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=descriptor), limit=LARGEST)
         first = json.loads(await reader.readline())
         ranks = {int(pid): KeptRank(**rank) for pid, rank in first["ranks"].items()}

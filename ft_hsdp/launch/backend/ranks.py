@@ -313,10 +313,7 @@ class LocalRanks:
     def resume(self, held: HeldRanks, host: str, kept: Mapping[int, KeptRank], watch: Watch) -> None:
         """Take over the ranks of an incarnation that an earlier agent of this host has started.
 
-        Args:
-            held: It hears of the ranks, and how they ended, also before. They are killed if some were not started.
-            kept: What the holder has of each, by pid.
-            watch: Has the holder tell of a rank's end.
+        ``held`` hears of them, and how they ended, also before. They are killed if some were not started.
         """
         group = WorkerGroup(held.spec.size, held.spec.config, held.spec)
         group.given(held)

@@ -43,10 +43,6 @@ class SparePool(Changes):
         """Make the pool; the first spare is made when a replica trains.
 
         Args:
-            wanted: How many spares.
-            folder: Of their files.
-            fork: Starts the ranks of one.
-            emit: Takes each event.
             quiet_s: How long no replica may have started before a spare is made, in seconds.
             first: The number before that of the first one.
         """
@@ -79,10 +75,6 @@ class SparePool(Changes):
             }
             for group in self._groups
         ]
-
-    @property
-    def quiet(self) -> bool:
-        return not self._busy
 
     def began(self, spec: ReplicaSpec) -> None:
         """Make no new spare until this incarnation, which is about to be started, is `settled`."""
@@ -145,7 +137,7 @@ class SparePool(Changes):
 
     @property
     def _may_make(self) -> bool:
-        return self.quiet and len(self._groups) < self._wanted
+        return not self._busy and len(self._groups) < self._wanted
 
     @property
     def _pause_s(self) -> float:

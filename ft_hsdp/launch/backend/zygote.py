@@ -10,11 +10,9 @@
 The descriptor is the rank's socket to its supervisor. On it the rank reports that it is warm, and gets its
 incarnation, at once if it is `called`, or later: {"replica": 0, "run_id": "a", "restarts": 0, "log": path}, with
 "host" and the "hosts" of all ranks if its machine stands for several, and with the "fatal" units of the data.
-A rank is forked by a process between, which
-ends. So the rank becomes a
-child of the supervisor, not of this process, and dies only with the supervisor. This process has one thread and
-uses no accelerator: neither survives a fork. The path of the run is an argument only so that the command line of
-every rank names its run.
+A rank is forked by a process between, which ends. So the rank becomes a child of the supervisor, not of this
+process, and dies only with the supervisor. This process has one thread and uses no accelerator: neither survives a
+fork. The path of the run is an argument only so that the command line of every rank names its run.
 """
 
 from __future__ import annotations

@@ -273,9 +273,8 @@ def etcd(subject: Subject) -> str:
     return f"{answering} of {len(endpoints)} endpoints answer" + (f" ({problems[0]})" if problems else "")
 
 
-WRONG_S = (
-    60.0  # with more, the order of events of several machines is wrong, and certificates may not be valid yet
-)
+# With more, the order of events of several machines is wrong, and certificates may not be valid yet.
+WRONG_S = 60.0
 _UNSYNCHRONIZED = 5  # TIME_ERROR of adjtimex(2)
 _ASIDE = "the lighthouse refuses events that are more than a day off; TLS and logs suffer earlier"
 

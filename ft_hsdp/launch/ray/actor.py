@@ -123,10 +123,7 @@ class HostActor:
         self._woken = asyncio.Event()
 
     async def open(self, order: HostOrder) -> ActorLocation:
-        """Make the actor's folder, start the process from which ranks are forked, and then the agent.
-
-        Returns:
-            Where the actor runs.
+        """Make the actor's folder, start the fork server, then the agent; return where the actor runs.
 
         Raises:
             ConfigError: This node cannot use `ray.folder`, or the configuration.
@@ -202,8 +199,7 @@ class HostActor:
     async def news(self, arrived: int) -> News:
         """Return what is new; wait up to `IDLE_S` for it. An empty answer has the number `arrived`.
 
-        Args:
-            arrived: Number of the newest answer that the caller has. A newer one is sent again.
+        That is the newest answer that the caller has; a newer one is sent again.
         """
         if self._news is not None and self._news.number <= arrived:
             self._news = None
@@ -335,9 +331,7 @@ def make_folder(parent: Path, name: str) -> Path:
             )
             raise ConfigError("ray.folder", str(parent), f"{allowed}mode {stat.S_IMODE(found.st_mode):o})")
         for owner in parent.glob(f"*/{OWNER}"):
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # another actor of this host may remove it at the same time
+            with contextlib.suppress(FileNotFoundError):  # another actor of this host may remove it meanwhile
                 named = read_json(owner) or {}
                 if owner.stat().st_uid == os.getuid() and named.get("host") == host and not alive(named):
                     shutil.rmtree(owner.parent, ignore_errors=True)

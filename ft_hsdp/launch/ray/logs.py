@@ -32,23 +32,14 @@ class LogSender:
     """Reads what is new in the logs of replicas and spares. It sends a line when the line is complete."""
 
     def __init__(self, run: Path, others: Mapping[Path, str]) -> None:
-        """Read the files of a folder from their beginning.
-
-        Args:
-            run: The folder of the actor, laid out as a run directory.
-            others: Further files, and the names under which they are sent.
-        """
+        """Read the files of an actor's folder from the beginning, and others, which are sent under these names."""
         self._run = run
         self._others = others
         self._sent: dict[Path, int] = {}  # bytes of each log
         self._replaced: dict[Path, tuple[int, int]] = {}  # inode and mtime of each REPLACED when it was sent
 
     def take(self, *, flush: bool) -> tuple[list[LogPiece], bool]:
-        """Return what is new, and whether that is all.
-
-        Args:
-            flush: The writers have ended, so incomplete lines are sent as well.
-        """
+        """Return what is new, and whether that is all; with ``flush`` also lines that are not complete yet."""
         pieces: list[LogPiece] = []
         size = 0
         logs, finals = self._files()

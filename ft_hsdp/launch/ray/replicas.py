@@ -41,12 +41,7 @@ class RayReplicas:
         entry: str = ENTRY,
         preload: tuple[str, ...] = PRELOAD,
     ) -> None:
-        """Prepare; nothing is started before `run`. ``entry`` and ``preload`` are as in `ForkServer`.
-
-        Args:
-            progress: Takes the lighthouse's news.
-            emit: Takes each event.
-        """
+        """Prepare; nothing is started before `run`. ``entry`` and ``preload`` are as in `ForkServer`."""
         self._config = config
         self._run = run
         self._progress = progress

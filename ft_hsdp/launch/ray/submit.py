@@ -52,11 +52,7 @@ ANSWER_S = 10.0
 
 
 def status(address: str, job: str | None) -> tuple[Status, list[str]]:
-    """Return the status of a job, and the lines that show it to people. Blocks.
-
-    Args:
-        address: `--ray-address`.
-        job: Its name; None if it is the only one.
+    """Return the status of a job, the only one if none is named, and the lines that show it to people. Blocks.
 
     Raises:
         ConfigError: The address is not that of a cluster, or several jobs run.
@@ -176,11 +172,7 @@ def job_environment(config: Config) -> dict[str, Any]:
 
 
 def entrypoint(file: Path, overrides: Sequence[str], *, uploaded: bool, json: bool) -> str:
-    """Return the command that the cluster runs.
-
-    Args:
-        uploaded: ray.runtime_env has a working_dir, which Ray uploads. Else all nodes have the same files.
-    """
+    """Return the command that the cluster runs; files that Ray has not uploaded are on all nodes."""
     config = str(file) if uploaded else str(file.resolve())
     words = ["python", "-m", "ft_hsdp.launch.cli", "submit", config, *overrides, *(["--json"] if json else [])]
     return shlex.join(words)

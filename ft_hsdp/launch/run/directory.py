@@ -239,9 +239,6 @@ def _check_vacant(run: RunDir, owner: FolderOwner, ended: bool) -> Record:
 def write_job_files(run: RunDir, config: Config, token: str | None = None) -> None:
     """Write the configuration and the secrets of a job into its run directory, which is made if it does not exist.
 
-    Args:
-        token: The secret that the job's processes share; None: a new one.
-
     Raises:
         ConfigError: The file checkpoint.key cannot be read or made, or is missing where there are checkpoints.
     """
@@ -458,11 +455,6 @@ class Tailer:
         self.unreadable = ""  # why the file cannot be read, though it is there
         self.lacks = False  # lines of it are gone or cannot be read: it was replaced, removed or cut
         self._offset = 0
-
-    def skip(self) -> None:
-        """Skip the lines that are in the file now."""
-        with contextlib.suppress(OSError):
-            self._offset = self.path.stat().st_size
 
     def poll(self, most: int = MAX_POLL) -> list[Row]:
         """Return the rows that were added since the last call, of at most `most` bytes or one longer line."""

@@ -58,7 +58,7 @@ def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) 
 
 
 def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
-    """Return a run's events and canonical commits by time, in a database in memory, and what is known of its job.
+    """Return a run's events and canonical commits by time, in memory, and what is known of its job.
 
     Raises:
         ConfigError: There are none.

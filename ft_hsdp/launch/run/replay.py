@@ -126,11 +126,7 @@ class ReplaySegment:
 
 
 def segments(rows: Sequence[Row], ranks: int) -> list[ReplaySegment]:
-    """Divide recorded steps by the widths of their members, into as few segments as possible.
-
-    Args:
-        rows: Canonical commits that follow each other.
-        ranks: Of a replica that has all of them.
+    """Divide canonical commits, which follow each other, into as few segments as can be, by their members' widths.
 
     Raises:
         ConfigError: A member cannot have had so many ranks.

@@ -135,7 +135,8 @@ class _Check:
         self._bases: dict[str, LoggedGrant] = {}  # lineages on which a grant builds, without a row so far
         self._data: dict[str, tuple[str, str]] = {}  # fact about the data -> its value, and where it stands
         self._tally = RunTally(config)
-        self._events = _by_time(run)
+        # In the order of events.jsonl, or by time if they are not merged.
+        self._events = heapq.merge(*event_streams(run), key=lambda event: event["t"])
         self._event = next(self._events, None)
         self._last: Row | None = None  # the newest canonical row
         self._first_step: int | None = None  # of the canonical rows
@@ -445,8 +446,3 @@ class _Check:
                 same = abs(there - wanted) <= 1e-6 * max(1.0, abs(wanted))
             if not same:
                 self._breach("summary.json", f"{key} {there}", f"{wanted}, by the logs")
-
-
-def _by_time(run: RunDir) -> Iterator[Row]:
-    """Yield all events of a run: in the order of events.jsonl, or by time if they are not merged."""
-    return heapq.merge(*event_streams(run), key=lambda event: event["t"])
