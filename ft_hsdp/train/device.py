@@ -9,7 +9,8 @@ import os
 import platform
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -74,7 +75,28 @@ def choose(name: str, local_rank: int) -> torch.device:
     device = torch.device(name, local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch.cuda.init()
+    if near := local_cpus(torch.cuda.get_device_properties(device)):
+        os.sched_setaffinity(
+            0, near
+        )  # threads that are started later inherit it, and pinned memory comes from there
     return device
+
+
+def local_cpus(gpu: Any, system: Path = Path("/sys")) -> set[int]:
+    """Return the processors of a GPU's NUMA node that this thread may use; none if the node is not known.
+
+    Args:
+        gpu: Its properties, as torch has them, with its PCI address.
+        system: Where sysfs is mounted.
+    """
+    place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    try:
+        text = (system / "bus/pci/devices" / place / "local_cpulist").read_text()
+    except OSError:
+        return set()
+    ranges = (part.partition("-") for part in text.strip().split(",") if part)
+    near = {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+    return near & os.sched_getaffinity(0)
 
 
 def numerics(device: torch.device) -> str:

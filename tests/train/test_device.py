@@ -3,6 +3,7 @@ import sys
 from collections import UserDict
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -59,6 +60,9 @@ class Cuda:
         self.chosen.append(device)
 
     def init(self) -> None: ...
+
+    def get_device_properties(self, device: Any) -> Any:
+        return SimpleNamespace(pci_domain_id=0xFFFF, pci_bus_id=0, pci_device_id=0)
 
     def current_stream(self, device: Any) -> Any:
         return "all-reduce", device
@@ -196,3 +200,14 @@ def test_each_use_and_place_has_a_stream_of_its_own() -> None:
     assert stream(0, "batch", 3, 1) == stream(0, "batch", 3, 1)
     assert all(0 <= seed < 2**63 for seed in seeds)
     torch.manual_seed(max(seeds))
+
+
+def test_a_rank_is_bound_to_the_processors_of_its_gpu_that_it_may_use(tmp_path: Path) -> None:
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    assert device.local_cpus(gpu, tmp_path) == set(), "no such device is listed"
+    here = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    here.mkdir(parents=True)
+    allowed = os.sched_getaffinity(0)
+    for text, cpus in (("0-4095\n", allowed), (f"{min(allowed)},4000-4001\n", {min(allowed)}), ("\n", set())):
+        (here / "local_cpulist").write_text(text)
+        assert device.local_cpus(gpu, tmp_path) == cpus
