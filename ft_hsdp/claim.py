@@ -75,9 +75,7 @@ class Claim:
     def take(self, key: str, value: str, allowed: str) -> Claim:
         """Take the claim and keep it until `release`; blocks while it is not clear whether another owner lives.
 
-        Args:
-            key: The configuration key that a refusal names.
-            allowed: What may stand there.
+        A refusal names the configuration key, and what may stand there.
 
         Raises:
             ConfigError: Another job has the folder.

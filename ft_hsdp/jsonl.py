@@ -86,13 +86,10 @@ def here() -> dict[str, str]:
 
 
 def set_aside(path: Path, *ends: str) -> Path:
-    """Rename what stands at `path` and cannot be used to `NAME.damaged-TIME`: the caller makes it anew.
+    """Rename what stands at `path` and cannot be used to `NAME.damaged-TIME`, and return that path.
 
     Args:
         *ends: further files that belong to it have its name with one of these at the end.
-
-    Returns:
-        Where it is now.
 
     Raises:
         OSError: it cannot be renamed; it stands where it stood.

@@ -38,11 +38,7 @@ class Evictions:
         return True
 
     def settle(self, s: LighthouseState, event: Event, now: float) -> list[tuple[Incarnation, str]]:
-        """Drop the orders and suspicions that ``event`` has settled.
-
-        Returns:
-            The incarnations that have been silent for too long, each with the reason to evict it.
-        """
+        """Drop what ``event`` has settled; return what is silent for too long, with the reasons to evict it."""
         match event:
             case Asked(request):
                 self._suspects.pop((request.report.replica, request.report.incarnation), None)

@@ -112,15 +112,7 @@ def _allowed(name: str, address: str, host: Address, peer: Address, allow: Netwo
 
 
 def refusal(agreed: Agreement, ask: QuorumRequest) -> Refused | None:
-    """Return why the sender of ``ask`` cannot be part of the job; None: it can.
-
-    Args:
-        agreed: What the replicas of the job have in common.
-        ask: The request, with what its sender was configured with.
-
-    Returns:
-        The refusal; its line names the key that differs.
-    """
+    """Return why the sender of ``ask`` cannot be part of the job, whose replicas have ``agreed``; None: it can."""
     if agreed.config_hash is not None and agreed.config_hash != ask.config_hash and ask.rules and agreed.rules:
         found = difference(ask.rules, dict(agreed.rules))
         if found is not None:
@@ -170,11 +162,7 @@ def incarnation(text: str) -> Incarnation:
 
 
 def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, allow: Networks = ()) -> None:
-    """Check that a report can be true, and that its replica may listen where it says.
-
-    Args:
-        peer: The address that it came from, as in `check`.
-        allow: Networks in which the replica may listen besides that address.
+    """Check that a report can be true, and that its replica may listen where it says (`check`).
 
     Raises:
         ProtocolViolation: it cannot; one line names the field.
@@ -240,11 +228,7 @@ def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[I
 
 
 def check_host(s: LighthouseState, report: HostReport, peer: str | None, allow: Networks) -> None:
-    """Check that the report of a host's agent can be true.
-
-    Args:
-        peer: The address that it came from, as in `check`.
-        allow: Networks in which ranks may listen besides that address.
+    """Check that the report of a host's agent can be true, and that ranks may listen where it says (`check`).
 
     Raises:
         ProtocolViolation: it cannot; one line names the field.

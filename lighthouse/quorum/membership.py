@@ -172,16 +172,13 @@ def hold_round(s: LighthouseState, now: float) -> Step:
 def _silent(
     s: LighthouseState, members: set[Incarnation], asks: Mapping[int, OpenRequest], await_returns: bool
 ) -> list[tuple[int, str | None]]:
-    """Return the replicas that should have asked, but have not.
+    """Return the replicas that should have asked, but have not, each with its incarnation if that is known.
 
     With a grant these are its living members; before the first one, all replicas that are not known to be down.
 
     Before the first grant the store may have been lost. So while returns are awaited, replicas that are down but
     have lived count, too: they may come back with committed steps. Replicas that were told to fetch do not
     count.
-
-    Returns:
-        (replica, incarnation or None if that is not known) of each.
     """
     if s.grant is None:
         lived = {r for r, _ in s.exited} if await_returns else set()
@@ -257,14 +254,9 @@ def _grant_or_wait(
     state that is reported; an epoch of which no member asks; training that is over; too few replicas that hold
     the base.
 
-    Args:
-        s: What the lighthouse knows.
-        asks: The open requests, by replica.
-        silent: Who should have asked, and is waited for no longer.
-        suspected: The replicas that members saw die or fall silent.
-        evicted: The silent ones that are to end.
-        await_returns: Whether replicas that are started again are waited for: they may find the state that they
-            had.
+    Who is ``silent`` should have asked, and is waited for no longer; the ``evicted`` ones are to end. Members saw
+    the ``suspected`` ones die or fall silent. With ``await_returns`` those that are started again are waited for:
+    they may find the state that they had.
     """
     present = frozenset((r, a.report.incarnation) for r, a in asks.items())
     overruled = overruled_attempts(s, (a.report for a in asks.values()))
@@ -387,10 +379,6 @@ def _returning(s: LighthouseState, may_return: list[int]) -> frozenset[Incarnati
     """Return the exited members of remembered epochs whose replica may come back with the state that they had.
 
     A replica that is not given up is started again, and may find a copy of its state on its machine.
-
-    Args:
-        s: What the lighthouse knows.
-        may_return: Replicas that do not ask, are not given up, and are waited for.
     """
     members = {i for e in s.epochs for i in e.members}
     back = {r for r, i in members if alive(s, (r, i))}
