@@ -168,8 +168,7 @@ class GrantRequests:
     def _lapse(self, error: LighthouseUnreachable | None) -> None:
         """Repeat the last grant as long as its lease runs. After that all members of the ring stop together.
 
-        Args:
-            error: Why the lighthouse cannot be reached; None: it has not answered in time.
+        An ``error`` says why the lighthouse cannot be reached; without one it has not answered in time.
         """
         silent = time.monotonic() - self._answered_at
         if not self._joined:

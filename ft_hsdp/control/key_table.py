@@ -173,11 +173,7 @@ class KeyTable:
                 future.set_result(None)
 
     async def _wait(self, keys: Sequence[str], wait_s: float) -> None:
-        """Wait until all `keys` have values.
-
-        Raises:
-            CallRefused: they have none within `wait_s` seconds.
-        """
+        """Wait until all `keys` have values. Raises CallRefused after `wait_s` seconds."""
         try:
             async with asyncio.timeout(wait_s):
                 for key in keys:

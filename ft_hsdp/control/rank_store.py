@@ -74,11 +74,7 @@ class _RemoteTable:
                 pause_s = min(2 * pause_s, PAUSE_S)
 
     async def answer(self, call: StoreCall) -> StoreAnswer:
-        """Have rank 0 do what `call` asks for, and return its answer; until cancelled.
-
-        Raises:
-            ConnectionError: the connection has ended.
-        """
+        """Have rank 0 do what `call` asks for, and return its answer; until cancelled. Raises ConnectionError."""
         if self._gone:
             raise ConnectionResetError("it is gone")
         future = self._waiting[call.number] = asyncio.get_running_loop().create_future()

@@ -332,11 +332,7 @@ class StepDriver:
                 return self.replica in order.record.contributors
 
     def _take_back(self, step: int, between: bool) -> None:
-        """Look for changes of declared tensors that belong to no commit: refused at first, later told once each.
-
-        Args:
-            between: Whether no batch of the step was yielded yet.
-        """
+        """Look for changes of declared tensors that belong to no commit: refused at first, later told once."""
         moving, here = self._model.moving, self.here
         for name in () if moving is None else moving.strayed(between):
             at, ways = ("after", WHEN) if between else ("before", AT_COMMIT)
@@ -350,8 +346,7 @@ class StepDriver:
     def _look(self, step: int, every: bool) -> None:
         """Look for changes outside the committed state; what is found is refused or told, once for each tensor.
 
-        Args:
-            every: Look at all that may change; else at a little, the next part in each step.
+        With ``every`` it looks at all that may change; else at a little, the next part in each step.
         """
         watch, log, journal = self._model.undeclared, self.here.log, self.here.runtime.journal
         found = watch.look() if every else watch.look_on()

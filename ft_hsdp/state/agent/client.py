@@ -362,10 +362,7 @@ def _connected(
 ) -> tuple[AgentSocket, str]:
     """Connect to the newest agent; return the connection and the address at which the agent serves. Blocks.
 
-    Waits for an agent that does not listen yet.
-
-    Raises:
-        AgentGone: No agent answered within ``deadline_s``, or what listens does not know the token.
+    Waits for an agent that does not listen yet. Raises AgentGone if none that knows the token answers in time.
     """
     end, patience_s = time.monotonic() + deadline_s, GREET_S
     while True:

@@ -156,12 +156,7 @@ class Session:
             os.close(self._lent.pop())
 
     async def _next(self) -> tuple[object, bytes]:
-        """Return the next order, and the encoded manifest that comes with it or b"".
-
-        Raises:
-            OSError: The rank hung up.
-            ProtocolViolation: The rank sent something that is no valid order.
-        """
+        """Return the next order, and the encoded manifest that comes with it or b"". Raises OSError at its end."""
         data = await self._connection.read(messages.MAX_MESSAGE)
         order = messages.decode(data, *messages.ORDERS[self._hello.line])
         about = getattr(order, "about", None)

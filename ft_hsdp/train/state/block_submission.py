@@ -171,8 +171,7 @@ class BlockSubmission:
     def _carry_out(self, plan: SubmissionPlan) -> list[tuple[int, str, str]]:
         """Do this rank's next part of a plan: one slice, beside those that its host has no room for.
 
-        Returns:
-            (slice, digest of its manifest, "") or (slice, "", why it was refused) of what was tried.
+        Returns (slice, digest of its manifest, "") or (slice, "", why it was refused) of what was tried.
         """
         known = self._known
         here = known.host_of[self._group.rank]
