@@ -235,7 +235,7 @@ EVENTS: dict[str, EventKind] = {
         decision=True,
     ),
     "HeadRolledBack": EventKind("the head was rolled back", grave=True, told=True, decision=True),
-    "AskRefused": EventKind(lambda e: f"replica {e.get('replica')} was refused"),
+    "AskRefused": EventKind(lambda e: f"{'host ' + e['host'] if 'host' in e else _who(e)} was refused"),
     "LighthouseStarted": EventKind("the lighthouse is up", decision=True),
     "LighthouseSilent": EventKind("the lighthouse answers nothing", grave=True, told=True),
     "LighthouseExited": EventKind("the lighthouse is gone", over="the lighthouse is back", grave=True, told=True),

@@ -83,6 +83,8 @@ class ProcessReport:
     ended: tuple[int, ...] = ()  # replicas that are done: their scripts have ended their part of the job
     machines: tuple[MachineRanks, ...] = ()
     host: HostReport | None = None  # from the agent of a host; nothing else is in the report then
+    # With `host`, until the first answer: as `QuorumRequest.rules`.
+    rules: Facts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

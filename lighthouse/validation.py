@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ft_hsdp.core.commit import MAX_ROWS, AttemptId, CommitRecord
 from ft_hsdp.core.grant import Hosts, Refused, Report, ranks_of
@@ -111,15 +111,21 @@ def _allowed(name: str, address: str, host: Address, peer: Address, allow: Netwo
         )
 
 
+def other_rules(agreed: Agreement, rules: Mapping[str, str]) -> str:
+    """Return which key of a configuration is not as the replicas have ``agreed``; "": none, or it is not known."""
+    found = difference(rules, dict(agreed.rules)) if rules and agreed.rules else None
+    if found is None:
+        return ""
+    key, theirs, mine = found
+    line = f"{key} is {theirs} here, and {mine} in the job: all replicas need the same"
+    return line + {PROTOCOL: " version of ft_hsdp", ENTRY: _PUT_BACK}.get(key, "")
+
+
 def refusal(agreed: Agreement, ask: QuorumRequest) -> Refused | None:
     """Return why the sender of ``ask`` cannot be part of the job, whose replicas have ``agreed``; None: it can."""
-    if agreed.config_hash is not None and agreed.config_hash != ask.config_hash and ask.rules and agreed.rules:
-        found = difference(ask.rules, dict(agreed.rules))
-        if found is not None:
-            key, theirs, mine = found
-            line = f"{key} is {theirs} here, and {mine} in the job: all replicas need the same"
-            line += {PROTOCOL: " version of ft_hsdp", ENTRY: _PUT_BACK}.get(key, "")
-            return Refused(line, EXIT_CONFIG)
+    differs = agreed.config_hash is not None and agreed.config_hash != ask.config_hash
+    if differs and (line := other_rules(agreed, ask.rules)):
+        return Refused(line, EXIT_CONFIG)
     pairs = (
         ("config hash", agreed.config_hash, ask.config_hash),
         ("model layout", agreed.layout, ask.layout),

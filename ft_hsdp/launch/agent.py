@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from ft_hsdp import address
-from ft_hsdp.config import Config
+from ft_hsdp.config import Config, agreed
 from ft_hsdp.control.exit_watch import process_space
 from ft_hsdp.control.lighthouse_client import LighthouseClient, own_address
 from ft_hsdp.core.host_report import AssignedRanks, HostReport
@@ -33,6 +33,7 @@ from ft_hsdp.errors import (
     EXIT_OK,
     EXIT_RETRYABLE,
     FtHsdpError,
+    InvalidArgument,
     LighthouseUnreachable,
     Retryable,
     one_line,
@@ -131,6 +132,7 @@ class HostAgent:
 
         Raises:
             Retryable: The lighthouse refuses this host.
+            InvalidArgument: Its configuration is not the job's.
         """
         looking = asyncio.create_task(self._look())
         try:
@@ -175,7 +177,8 @@ class HostAgent:
         self._changed.clear()
         loop, report = asyncio.get_running_loop(), self._report()
         began, problem, old = loop.time(), "", False
-        asking = asyncio.create_task(self._client.report(ProcessReport({}, host=report)))
+        rules = {} if self._problem == "" else agreed(self._config)
+        asking = asyncio.create_task(self._client.report(ProcessReport({}, host=report, rules=rules)))
         changing = asyncio.create_task(self._changed.wait())
         try:
             await asyncio.wait((asking, changing), return_when=asyncio.FIRST_COMPLETED)
@@ -242,9 +245,10 @@ class HostAgent:
         return address.join(*self._port.getsockname()[:2])
 
     def _take(self, reply: SupervisorReply) -> None:
-        """Kill what is not assigned, and start what is new. Raises Retryable if this host is refused."""
+        """Kill what is not assigned, and start what is new. Raises what `run` does if this host is refused."""
         if reply.refused:
-            raise Retryable(f"the lighthouse refuses host {self.name}: {reply.refused}")
+            refused = InvalidArgument if reply.wrong else Retryable
+            raise refused(f"the lighthouse refuses host {self.name}: {reply.refused}")
         self._heard()
         self._news(reply)
         timeouts = self._config.timeouts

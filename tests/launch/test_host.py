@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, Retryable
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, InvalidArgument, Retryable
 from ft_hsdp.launch.run.directory import RunDir, read_json
 from tests.support.launch.host_scene import Scene
 from tests.support.launch.launch_helpers import Plan
@@ -112,6 +112,13 @@ async def test_a_host_that_is_refused_ends_its_ranks_and_itself(scene: Scene) ->
     await scene.waiting("0-0-0", "0-0-1")
     scene.answers(refused="another host has its name")
     with pytest.raises(Retryable, match="another host has its name"):
+        await scene.running
+
+
+async def test_a_host_with_another_configuration_is_refused_for_good(scene: Scene) -> None:
+    assert scene.reports[0].seen == ""
+    scene.answers(refused="train.seed is 1 here, and 2 in the job", wrong=True)
+    with pytest.raises(InvalidArgument, match=r"train\.seed"):
         await scene.running
 
 

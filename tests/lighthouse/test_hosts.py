@@ -74,3 +74,17 @@ async def test_hosts_whose_ranks_alternate_are_named_once_all_the_way() -> None:
     shown = Lanes(1, 3, 1)
     shown.event("EpochGranted", {"hosts": told})
     assert shown.all[0].hosts == [{"host": "n0", "ranks": 2}, {"host": "n1", "ranks": 1}]
+
+
+async def test_a_host_with_another_configuration_is_refused_by_the_key_and_gets_no_ranks() -> None:
+    """It would get a place, and its ranks would end the job as a wrong configuration does."""
+    placing = PlacementPolicy(1, 1, RestartPolicy(3, 0.0))
+    service, rows = make_service(config_hash="d" * 32, rules={"train.seed": "1"}, total=1, placing=placing)
+    report = HostReport("near", "a", "here", 1, "127.0.0.1:1")
+    reply = await service.host(ProcessReport({}, host=report, rules={"train.seed": "2"}))
+    assert reply.refused.startswith("train.seed is 2 here, and 1 in the job")
+    assert (reply.wrong, reply.assigned, service.hosts()) == (True, (), [])
+    assert [row["host"] for row in events(rows, "AskRefused")] == ["near"]
+    reply = await service.host(ProcessReport({}, host=report, rules={"train.seed": "1"}))
+    assert reply.refused == ""
+    assert reply.assigned
