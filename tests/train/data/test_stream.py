@@ -207,6 +207,7 @@ class LiveItems(Items):
     def __init__(self) -> None:
         super().__init__()
         self.state = {"next": 0}
+        self.loaded: int | None = None
 
     def __iter__(self) -> Iterator[int]:
         while True:
@@ -217,24 +218,25 @@ class LiveItems(Items):
         return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
+        self.state, self.loaded = state, state["next"]
 
 
 def test_a_state_is_saved_as_it_was_though_it_changes_later(tmp_path: Path) -> None:
     """The micro-batches of a step are read before the step is committed."""
     shape = JobShape(2, 2, 2, 4)
 
-    def reader() -> Any:
-        return BatchStream(LiveItems(), shape, tmp_path, 0, lambda stream: iter(())).reader(0)
+    def reader(items: LiveItems) -> Any:
+        return BatchStream(items, shape, tmp_path, 0, lambda stream: iter(())).reader(0)
 
     def micro(item: int) -> MicroBatch:
         return MicroBatch(1, item // 4, item % 4, 2 * item)
 
-    first = reader()
+    first = reader(LiveItems())
     assert [first.batch(micro(n), []) for n in range(4)] == [0, 1, 2, 3]
     first.trained(micro(4))
-    again = reader()
+    again = reader(items := LiveItems())
     assert [again.batch(micro(n), []) for n in range(4, 8)] == [4, 5, 6, 7]
+    assert items.loaded is not None, "it is not read from its first item on"
 
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
