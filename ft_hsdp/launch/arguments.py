@@ -86,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     host.add_argument("--lighthouse", metavar="URL[,URL]", help="where it is, if not in the run directory")
     for agent in (replica, host):  # their holder starts them again with it
         agent.add_argument("--holder", type=int, help=argparse.SUPPRESS)
+        agent.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
     status = with_runs(with_json(add("status", "the running job: steps, replicas, ranks, pids")))
     status.add_argument("name", metavar="RUN", nargs="?", help="a run's name or folder (the newest that runs)")
     status.add_argument("--run", metavar="RUN", help="the same, by an option")

@@ -133,7 +133,7 @@ def _replica(args: argparse.Namespace) -> int:
         return _hold(args)
     from ft_hsdp.launch.host import replica
 
-    return replica(_config(args), args.replica, args.lighthouse, args.holder)
+    return replica(_config(args), args.replica, args.lighthouse, args.holder, args.again)
 
 
 def _host(args: argparse.Namespace) -> int:
@@ -141,7 +141,7 @@ def _host(args: argparse.Namespace) -> int:
         return _hold(args)
     from ft_hsdp.launch.host import host
 
-    return host(_config(args), args.lighthouse, args.holder)
+    return host(_config(args), args.lighthouse, args.holder, args.again)
 
 
 def _hold(args: argparse.Namespace) -> int:

@@ -33,6 +33,7 @@ from ft_hsdp.launch.backend.processes import environment, take_name, tied
 from ft_hsdp.lifetime import stop_signals
 
 # Before the agent is started again; it doubles while that lives for less than the most.
+END_S = 60.0  # for an agent that has hung up to end
 PAUSE_S, PAUSE_MAX_S = 0.1, 10.0
 
 
@@ -90,7 +91,7 @@ class Holder:
         """Start an agent, do what it asks for until it ends, and return how it ended."""
         ours, theirs = socket.socketpair()
         with theirs:
-            command = (*self._command, "--holder", str(theirs.fileno()))
+            command = (*self._command, "--holder", str(theirs.fileno()), *(("--again",) if self._agents else ()))
             there = {**os.environ, "PYTHONPATH": environment()["PYTHONPATH"]}
             starting = asyncio.create_subprocess_exec(*command, env=there, pass_fds=(theirs.fileno(),))
             process = self._process = await starting
@@ -112,7 +113,11 @@ class Holder:
         finally:
             self._writer.close()
             self._writer, self._ready = None, False
-            code = await process.wait()
+            try:
+                code = await asyncio.wait_for(process.wait(), END_S)
+            except TimeoutError:
+                process.kill()
+                code = await process.wait()
             # A rank that is being forked is one of those that the next agent hears of.
             await asyncio.gather(*self._calls)
             for pid in [pid for pid, rank in self._ranks.items() if not rank.assignment]:

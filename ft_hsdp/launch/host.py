@@ -31,7 +31,7 @@ from ft_hsdp.lifetime import stop_signals
 INJECTIONS_S = 0.2  # between two reads of the log of injected failures
 
 
-def host(config: Config, url: str | None, holder: int) -> int:
+def host(config: Config, url: str | None, holder: int, again: bool) -> int:
     """Run the ranks that the lighthouse assigns to this machine, until the job has ended; return the exit code.
 
     Blocks.
@@ -39,6 +39,7 @@ def host(config: Config, url: str | None, holder: int) -> int:
     Args:
         url: The address of a lighthouse, or several after commas, as `replica` takes it.
         holder: The descriptor of the socket to this process's holder.
+        again: An earlier agent had joined the job: this one waits for a lighthouse without a limit.
 
     Raises:
         ConfigError: The address, the token or the configuration does not fit the job.
@@ -47,12 +48,12 @@ def host(config: Config, url: str | None, holder: int) -> int:
     """
     config = stamped(config)
     check_device(config, config.hosts.per_replica or 1)
-    run, urls, claim = enter(config, url, config.timeouts.reach_s)
+    run, urls, claim = enter(config, url, math.inf if again else config.timeouts.reach_s)
     prepare_data(config)
     return claimed(claim, run, lambda claim: serve(config, run, urls, claim, holder))
 
 
-def replica(config: Config, replica_id: int, url: str | None, holder: int | None) -> int:
+def replica(config: Config, replica_id: int, url: str | None, holder: int | None, again: bool = False) -> int:
     """Run one replica of a job on this machine until it is done, and return the exit code. Blocks.
 
     Under torchrun (RANK is set) this process is one of its ranks, else the agent of a host for this replica alone.
@@ -61,6 +62,7 @@ def replica(config: Config, replica_id: int, url: str | None, holder: int | None
         url: The address of a lighthouse, or several after commas. It needs FT_HSDP_TOKEN in the environment. None:
             as in the run directory.
         holder: The descriptor of the socket to this process's holder; None under torchrun.
+        again: As for `host`.
 
     Raises:
         ConfigError: The id, the address, the token or the configuration does not fit the job.
@@ -78,7 +80,7 @@ def replica(config: Config, replica_id: int, url: str | None, holder: int | None
         if (hosts := config.hosts.per_replica or 1) > 1:
             allowed = "1 where `replica` starts a whole replica; else start `host` on each of its machines"
             raise ConfigError("hosts.per_replica", hosts, allowed)
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun's restart: the job has begun
+    again = again or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun's: the job has begun
     run, urls, claim = enter(config, url, math.inf if again else config.timeouts.reach_s)
     prepare_data(config)
     if holder is None:  # torchrun may have the other ranks of the replica on other machines

@@ -25,7 +25,7 @@ AGENT = """
 import socket, sys
 with socket.socket(socket.AF_UNIX) as test:
     test.connect(sys.argv[1])
-    socket.send_fds(test, [b"x"], [int(sys.argv[3])])
+    socket.send_fds(test, [" ".join(sys.argv[4:]).encode() or b"first"], [int(sys.argv[3])])
     sys.exit(int(test.recv(8)))
 """
 
@@ -48,7 +48,8 @@ class Held:
         loop = asyncio.get_running_loop()
         self.process, _ = await loop.sock_accept(self._listener)
         self.process.setblocking(True)
-        _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, self.process, 1, 1)
+        said, fds, _, _ = await asyncio.to_thread(socket.recv_fds, self.process, 64, 1)
+        assert said == (b"first" if self.scene is None else b"--again"), "a later one waits for a lighthouse"
         self.forks = await HeldForks.connect(fds[0], lambda *_: None)
         await self.forks.start(self._run.path, [], 20.0, 10.0)
         self.scene = Scene(self._run, forks=self.forks, before=self.scene)
