@@ -32,18 +32,20 @@ from ft_hsdp.launch.backend.held import LARGEST, KeptRank
 from ft_hsdp.launch.backend.processes import environment, take_name, tied
 from ft_hsdp.lifetime import stop_signals
 
-# Before the agent is started again; it doubles while that lives for less than the most.
+LOAD_S = 15.0  # how long a signal waits for an agent that loads, while ranks run
 END_S = 60.0  # for an agent that has hung up to end
+# Before the agent is started again; it doubles while that lives for less than the most.
 PAUSE_S, PAUSE_MAX_S = 0.1, 10.0
 
 
 class Holder:
     """Starts the agent of a host, and keeps its ranks."""
 
-    def __init__(self, command: Sequence[str], entry: str = ENTRY) -> None:
+    def __init__(self, command: Sequence[str], entry: str = ENTRY, load_s: float = LOAD_S) -> None:
         """Make it; nothing is started. ``command`` is that of the agent, ``entry`` is as in `ForkServer`."""
         self._command = command
         self._entry = entry
+        self._load_s = load_s
         self._life = secrets.token_hex(8)
         self._agents = 0  # that were started
         self._forks: ForkServer | None = None
@@ -56,21 +58,31 @@ class Holder:
         self._stopped: int | None = None  # the signal that told it to end
 
     async def run(self) -> int:
-        """Have an agent until one ends with a code, then end all ranks and return the code."""
+        """Have an agent until one ends with a code, then end all ranks and return the code.
+
+        Raises:
+            Retryable: The first agent cannot be started.
+        """
         loop, quick = asyncio.get_running_loop(), 0
         for number in stop_signals():
             loop.add_signal_handler(number, self._stop, number)
         try:
             while True:
                 began = loop.time()
-                if (code := await self._serve()) >= 0:
-                    return code
+                try:
+                    if (code := await self._serve()) >= 0:
+                        return code
+                    why = f"was ended by signal {-code}"
+                except OSError as error:  # no memory, descriptors or pids
+                    why = f"does not start: {error.strerror}"
+                    if not self._agents:
+                        raise Retryable(f"the host's agent {why}") from None
                 if self._stopped is not None:
                     return 128 + self._stopped
                 quick = quick + 1 if loop.time() - began < PAUSE_MAX_S else 0
                 pause_s = doubled(PAUSE_S, quick, PAUSE_MAX_S)
                 goes_on = f"another one is started in {pause_s:.1f} s, the ranks go on"
-                print(f"the host's agent was ended by signal {-code}: {goes_on}", file=sys.stderr)  # noqa: T201
+                print(f"the host's agent {why}: {goes_on}", file=sys.stderr)  # noqa: T201 - progress of a command
                 await asyncio.sleep(pause_s)
         finally:
             for mine in self._names.values():
@@ -80,12 +92,17 @@ class Holder:
 
     def _stop(self, number: int) -> None:
         """Pass a signal on to the agent, which ends once its ranks have left; one that loads gets it later."""
-        self._stopped = number
-        if self._process is not None and self._process.returncode is None:
+        self._stopped, process = number, self._process
+        if process is not None and process.returncode is None:
             if self._ready:
-                self._process.send_signal(number)
-            elif not self._ranks:
-                self._process.kill()
+                process.send_signal(number)
+            else:
+
+                def give_up() -> None:
+                    if not self._ready and process.returncode is None:
+                        process.kill()
+
+                asyncio.get_running_loop().call_later(self._load_s if self._ranks else 0.0, give_up)
 
     async def _serve(self) -> int:
         """Start an agent, do what it asks for until it ends, and return how it ended."""
@@ -119,7 +136,7 @@ class Holder:
                 process.kill()
                 code = await process.wait()
             # A rank that is being forked is one of those that the next agent hears of.
-            await asyncio.gather(*self._calls)
+            await asyncio.gather(*self._calls, return_exceptions=True)
             for pid in [pid for pid, rank in self._ranks.items() if not rank.assignment]:
                 self._forget(pid)
         return code
@@ -128,7 +145,12 @@ class Holder:
         """Do one thing, and say how it went."""
         try:
             value = await getattr(self, f"_do_{what}")(**about)
-        except (Retryable, OSError) as error:
+        except (
+            Retryable,
+            OSError,
+            AttributeError,
+            TypeError,
+        ) as error:  # an agent of another version
             self._tell(of=number, error=one_line(str(error)))
         else:
             self._tell(of=number, value=value)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.base import COLD
 from ft_hsdp.launch.backend.held import HeldForks
 from ft_hsdp.launch.backend.processes import take_name
@@ -29,6 +30,8 @@ with socket.socket(socket.AF_UNIX) as test:
     sys.exit(int(test.recv(8)))
 """
 
+LOAD_S = 3.0
+
 
 class Held:
     """A holder, and the newest agent that it has started."""
@@ -40,7 +43,7 @@ class Held:
         self._listener.listen()
         self._listener.setblocking(False)
         command = [sys.executable, "-c", AGENT, str(folder / "agents")]
-        self.running = asyncio.create_task(Holder(command, STANDIN).run())
+        self.running = asyncio.create_task(Holder(command, STANDIN, LOAD_S).run())
         self.scene: Scene | None = None
 
     async def agent(self) -> Scene:
@@ -56,9 +59,13 @@ class Held:
         await async_until(lambda: self.scene is None or self.scene.open, "a report")
         return self.scene
 
+    @property
+    def agents(self) -> list[psutil.Process]:
+        return [each for each in psutil.Process().children() if AGENT in each.cmdline()]
+
     async def lose_agent(self) -> None:
         """End it as SIGKILL does: it says nothing more."""
-        (agent,) = [each for each in psutil.Process().children() if AGENT in each.cmdline()]
+        (agent,) = self.agents
         agent.kill()
         await self.forks.close()
         assert self.scene is not None
@@ -163,3 +170,21 @@ async def test_a_signal_reaches_the_agent_once_it_is_ready(held: Held, plan: Pla
     await held.forks.ready()
     await held.forks.close()  # the stand-in ends by the signal
     assert await held.running == 128 + signal.SIGTERM
+
+
+async def test_a_signal_ends_an_agent_that_does_not_get_ready_and_its_ranks(held: Held, run_dir: RunDir) -> None:
+    scene = await held.agent()
+    scene.answers(scene.assigned("0-a-0", 0, 1))
+    await scene.waiting("0-0-0", "0-0-1")
+    ranks = pids(run_dir, 0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await async_until(lambda: held.agents == [], "the agent is killed")
+    await held.forks.close()
+    assert await held.running == 128 + signal.SIGTERM
+    assert not any(map(psutil.pid_exists, ranks))
+
+
+async def test_an_order_that_the_holder_does_not_know_is_refused(held: Held) -> None:
+    await held.agent()
+    with pytest.raises(Retryable):
+        await held.forks.order("retire")

@@ -74,16 +74,16 @@ class HeldForks:
 
     async def take_name(self, name: str) -> bool:
         """Have the holder keep an abstract name; return whether no other process has it."""
-        return bool(await self._call("name", name=name))
+        return bool(await self.order("name", name=name))
 
     async def start(self, run: Path, preload: Sequence[str], boot_s: float, spawn_s: float) -> None:
         """Start the fork server if the holder has none; as `ForkServer` takes it. Raises Retryable."""
         about = {"run": str(run), "preload": [*preload], "boot_s": boot_s, "spawn_s": spawn_s}
-        await self._call("start", **about)
+        await self.order("start", **about)
 
     async def ready(self) -> None:
         """Have the holder pass on the signals that it gets."""
-        await self._call("ready")
+        await self.order("ready")
 
     async def spawn(
         self,
@@ -96,7 +96,7 @@ class HeldForks:
         on_warm: OnWarm = lambda _: None,
     ) -> int:
         about = {"env": dict(env), "config": str(config), "log": str(log), "assignment": assignment}
-        pid = int(await self._call("spawn", **about))
+        pid = int(await self.order("spawn", **about))
         self.watch(pid, on_exit, on_warm)
         return pid
 
@@ -107,13 +107,13 @@ class HeldForks:
             self._deliver(pid, message)
 
     def assign(self, pid: int, assignment: Assignment) -> None:
-        self._order("assign", pid=pid, assignment=dict(assignment))
+        self.order("assign", pid=pid, assignment=dict(assignment))
 
     def signal(self, pid: int, number: int) -> None:
-        self._order("signal", pid=pid, number=int(number))
+        self.order("signal", pid=pid, number=int(number))
 
     def forget(self, pids: Sequence[int]) -> None:
-        self._order("forget", pids=[*pids])
+        self.order("forget", pids=[*pids])
 
     async def close(self) -> None:
         """Hang up; the holder ends the ranks once this process has ended with a code."""
@@ -121,18 +121,14 @@ class HeldForks:
         await asyncio.gather(self._reading, return_exceptions=True)
         self._writer.close()
 
-    def _order(self, what: str, **about: Any) -> asyncio.Future[Any]:
-        """Send a request, whose answer nobody has to wait for."""
+    def order(self, what: str, **about: Any) -> asyncio.Future[Any]:
+        """Send a request of `launch.holder`, and return its answer, for which nobody has to wait."""
         number = next(self._numbers)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         with contextlib.suppress(OSError, RuntimeError):
             self._writer.write(json.dumps({"call": number, "do": what, **about}).encode() + b"\n")
         return answer
-
-    async def _call(self, what: str, **about: Any) -> Any:
-        """Send a request and return the answer. Raises Retryable."""
-        return await self._order(what, **about)
 
     async def _read(self) -> None:
         with contextlib.suppress(OSError):
