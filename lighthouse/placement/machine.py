@@ -376,8 +376,8 @@ def _blame(s: LighthouseState, replica: int, me: PlacedReplica, why: str, own_er
     """Blame the units that were in flight, if they have ended processes again and again."""
     known, step = s.placement.fatal, s.head.step + 1 if s.head is not None else 1
     others = [s.placement.replicas[n].fatal[0] for n in active_replicas(s) if n != replica]
-    # Each replica has other units: what ends all of them is the step.
-    units = me.fed if own_error and not (others and {*others} == {step}) else None
+    # Each replica has other units: what ends all of them is the step. A commit may be heard of between their ends.
+    units = me.fed if own_error and not (others and {*others} <= {step, step - 1 or step}) else None
     after = known.after_end(replica, units, me.usable)
     s = with_placement(s, placement=replace(s.placement, fatal=after))
     if units is None or after.blamed == known.blamed:

@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "statements": (38_877, 39_000),
     "lines with JavaScript": (71_845, 71_000),
     "benchmarks outside the package": (3_650, 4_000),  # statements
-    "test lines": (68_841, 66_000),  # the model checker among them
+    "test lines": (68_855, 66_000),  # the model checker among them
     "modules with code": (296, 310),
     "configuration keys": (120, 120),
     "timeouts among them": (15, 14),

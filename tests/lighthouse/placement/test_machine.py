@@ -408,6 +408,16 @@ def test_a_script_that_ends_each_replica_before_the_first_step_ends_the_job(code
     assert (len(w.runs()), w.s.placement.wrong) == (2, False)  # a job that was halted is tried once more
 
 
+def test_what_ends_all_is_not_blamed_on_units_though_a_commit_is_heard_of_meanwhile() -> None:
+    w = World("a", "b", each=1, restart=RestartPolicy(9, 0.0))
+    for step in (4, 5, 5):
+        w.s = replace(w.s, head=replace(initial("c", "w"), step=step))
+        for host, units in (("a", (0, 5, 2)), ("b", (1, 5, 2))):
+            w.ends(host, 0, 75, (units, True), cause="script")
+        w.settle(5.0)
+    assert w.told("BatchBlamed") == []
+
+
 def test_units_that_end_processes_twice_are_left_out_by_all_that_start_later() -> None:
     w = World("a", "b", each=1, restart=RestartPolicy(9, 0.0))
     units, others = (0, 5, 2), (0, 7, 2)
