@@ -67,7 +67,7 @@ async def test_new_lanes_do_not_wait_for_a_neighbour_that_ended_as_it_connected(
         await asyncio.Event().wait()
         raise AssertionError
 
-    async with WideRing((2, 2), connect_s=32.0) as ring:
+    async with WideRing((2, 2), connect_s=120.0) as ring:
         with monkeypatch.context() as patched:
             patched.setattr(Tcp, "dial", silent)
             given = ring.grant(1)
