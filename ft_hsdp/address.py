@@ -82,9 +82,12 @@ def bound(host: str, port: int = 0) -> socket.socket:
 
 
 def listen(host: str, port: int, *, known: bool) -> socket.socket:
-    """Return the listening socket of a lighthouse; a port of 0 is a free one.
+    """Return the listening socket of a lighthouse.
 
-    If clients are ``known``, because they prove who they are, the address need not be on loopback.
+    Args:
+        host: name or address of this machine.
+        port: 0 for a free one.
+        known: clients prove who they are, so the address need not be on loopback.
 
     Raises:
         ConfigError: network.host or network.port cannot be used.

@@ -76,7 +76,14 @@ class MessageCodec:
         return json.dumps(document, separators=(",", ":")).encode()
 
     def decode(self, data: bytes, *expected: type) -> Any:
-        """Return the message in `data`, of one of the `expected` classes. The cost is linear in the bytes.
+        """Return the message in `data`. The cost is linear in the bytes.
+
+        Args:
+            data: what `encode` made, or anything that a stranger sent.
+            *expected: classes that are accepted here.
+
+        Returns:
+            An instance of one of `expected`.
 
         Raises:
             ProtocolViolation: `data` is too long, not JSON, of another class, or not valid.

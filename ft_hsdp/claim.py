@@ -75,7 +75,9 @@ class Claim:
     def take(self, key: str, value: str, allowed: str) -> Claim:
         """Take the claim and keep it until `release`; blocks while it is not clear whether another owner lives.
 
-        A refusal names the configuration key, and what may stand there.
+        Args:
+            key: The configuration key that a refusal names.
+            allowed: What may stand there.
 
         Raises:
             ConfigError: Another job has the folder.

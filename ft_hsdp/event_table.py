@@ -427,9 +427,13 @@ def said(sentence: str | Callable[[Row], str], event: Row) -> str:
 
 
 def tell(event: Row, *, reason: bool = True) -> str:
-    """Return one sentence on an event, with its reason if that is asked for.
+    """Return one sentence on an event.
 
-    Of an unknown event, or one that lacks facts, it is the name.
+    Args:
+        reason: whether the event's reason is added.
+
+    Returns:
+        The sentence; for an unknown event, or one that lacks facts, its name.
     """
     try:
         kind = EVENTS[event["event"]]

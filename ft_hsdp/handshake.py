@@ -107,7 +107,15 @@ class Admitted:
 
 
 def admit(token: str, purposes: Sequence[Purpose], challenge: bytes, answer: bytes) -> Admitted | None:
-    """Return what a caller's frame proves, of these purposes, by the nonce that it was sent; None: nothing."""
+    """Return what a caller's frame proves.
+
+    Args:
+        purposes: that are accepted here.
+        challenge: the nonce that the listener sent.
+
+    Returns:
+        None if it proves nothing.
+    """
     if len(answer) != ANSWER_BYTES or not answer.startswith(MAGIC) or answer[len(MAGIC)] not in purposes:
         return None
     purpose = Purpose(answer[len(MAGIC)])
@@ -167,7 +175,13 @@ async def secured(sock: socket.socket, session: bytes, purpose: Purpose, *, list
     A connection that is to be encrypted is so from here on; a data connection from when its two ends call
     `record_layer.agree`.
 
-    ``session`` is the secret of both ends. The result is to be used in place of ``sock``, which is non-blocking.
+    Args:
+        sock: non-blocking.
+        session: the secret of both ends.
+        listening: whether this is the listener's end.
+
+    Returns:
+        The socket to use in place of `sock`.
 
     Raises:
         OSError: the other end is gone, or does not do the same.

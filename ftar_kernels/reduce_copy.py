@@ -119,7 +119,10 @@ def reduce_copy(
     """Write a + b to one or two destinations; queued on the current stream.
 
     Args:
-        a: flat, and aligned to 16 bytes, as all of them, which have one type and size.
+        a: flat tensor, aligned to 16 bytes.
+        b: the same type and size.
+        dst1: the same type and size.
+        dst2: likewise; None: one destination only.
         programs: number of programs (SMs).
         stages: pipeline stages of the loads.
 
@@ -132,7 +135,14 @@ def reduce_copy(
 def copy(
     src: Tensor, dst1: Tensor, dst2: Tensor | None = None, *, programs: int = PROGRAMS, stages: int = 1
 ) -> None:
-    """Copy `src` to one or two destinations, as `reduce_copy`; queued on the current stream.
+    """Copy `src` to one or two destinations; queued on the current stream.
+
+    Args:
+        src: flat tensor, aligned to 16 bytes.
+        dst1: the same type and size.
+        dst2: likewise; None: one destination only.
+        programs: number of programs (SMs).
+        stages: pipeline stages of the loads.
 
     Raises:
         ValueError: the tensors differ in type or size, or the kernels cannot take them.

@@ -203,6 +203,9 @@ class Service:
 
         If the agent knows that already, the answer waits for another one, for a third of ``evict_s`` at most.
 
+        Args:
+            peer: As in `submit`.
+
         Raises:
             ProtocolViolation: the report cannot be true.
             StoreFailed: nothing was noted.
@@ -286,7 +289,13 @@ class Service:
     ) -> str | commands.Impossible:
         """Carry out an operator's order. It is in the journal before it is carried out.
 
-        It came from ``address``; with ``force`` it may leave too few replicas. The others are as in `Commanded`.
+        Args:
+            replica: As in `Commanded`.
+            reason: The operator's, for the journal.
+            address: The address that the order came from.
+            force: Allow an order that leaves too few replicas.
+            target: As in `Commanded`.
+            host: As in `Commanded`.
 
         Returns:
             One line that says what will happen, or why nothing can.

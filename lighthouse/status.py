@@ -10,7 +10,10 @@ from lighthouse.quorum.state import LighthouseState, away, wanted
 
 
 def describe(s: LighthouseState, replica: int, reports: Mapping[int, Report], waiting: str) -> tuple[str, str]:
-    """Return (state, reason) of a replica; ``waiting`` says what open requests wait for.
+    """Return (state, reason) of a replica.
+
+    Args:
+        waiting: What open requests wait for.
 
     Returns:
         The state is booting (runs, has never asked), training, standby, behind, asking, final, drained (and gone),
@@ -48,7 +51,12 @@ def describe(s: LighthouseState, replica: int, reports: Mapping[int, Report], wa
 def describe_job(
     name: str, s: LighthouseState, reports: Mapping[int, Report], waiting: str, now: float
 ) -> dict[str, object]:
-    """Return the body of GET /v1/status."""
+    """Return the body of GET /v1/status.
+
+    Args:
+        waiting: What open requests wait for.
+        now: Seconds on the lighthouse's clock.
+    """
     return {
         "job": name,
         "term": s.term,

@@ -122,7 +122,15 @@ def other_rules(agreed: Agreement, rules: Mapping[str, str]) -> str:
 
 
 def refusal(agreed: Agreement, ask: QuorumRequest) -> Refused | None:
-    """Return why the sender of ``ask`` cannot be part of the job, whose replicas have ``agreed``; None: it can."""
+    """Return why the sender of ``ask`` cannot be part of the job; None: it can.
+
+    Args:
+        agreed: What the replicas of the job have in common.
+        ask: The request, with what its sender was configured with.
+
+    Returns:
+        The refusal; its line names the key that differs.
+    """
     differs = agreed.config_hash is not None and agreed.config_hash != ask.config_hash
     if differs and (line := other_rules(agreed, ask.rules)):
         return Refused(line, EXIT_CONFIG)
@@ -168,7 +176,11 @@ def incarnation(text: str) -> Incarnation:
 
 
 def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, allow: Networks = ()) -> None:
-    """Check that a report can be true, and that its replica may listen where it says (`check`).
+    """Check that a report can be true, and that its replica may listen where it says.
+
+    Args:
+        peer: The address that it came from, as in `check`.
+        allow: Networks in which the replica may listen besides that address.
 
     Raises:
         ProtocolViolation: it cannot; one line names the field.
@@ -234,7 +246,11 @@ def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[I
 
 
 def check_host(s: LighthouseState, report: HostReport, peer: str | None, allow: Networks) -> None:
-    """Check that the report of a host's agent can be true, and that ranks may listen where it says (`check`).
+    """Check that the report of a host's agent can be true.
+
+    Args:
+        peer: The address that it came from, as in `check`.
+        allow: Networks in which ranks may listen besides that address.
 
     Raises:
         ProtocolViolation: it cannot; one line names the field.

@@ -56,7 +56,10 @@ def wasted_time(checkpoint: float, interval: float, retrieval: float) -> float:
 def restart_cost(restart: float, step: float, every: int) -> float:
     """Return the mean cost of a failure for a job that restarts from a checkpoint (DeadPool §IV).
 
-    There are ``every`` steps between two checkpoints: on the average (every - 1) / 2 steps are repeated.
+    Args:
+        restart: time until the job goes on from a checkpoint.
+        step: time of one.
+        every: steps between two checkpoints. On the average (every - 1) / 2 steps are repeated.
     """
     return restart + step * (every - 1) / 2
 
@@ -64,7 +67,10 @@ def restart_cost(restart: float, step: float, every: int) -> float:
 def swap_cost(swap: float, step: float, part: float) -> float:
     """Return the mean cost of a failure for a job that goes on from copies in memory (DeadPool §IV).
 
-    The lost host is replaced after ``swap``, and this part of a step is lost.
+    Args:
+        swap: time until the lost host is replaced.
+        step: time of one.
+        part: of a step that is lost, from 0 to 1.
     """
     return swap + step * part
 
@@ -107,14 +113,19 @@ class HostAway:
     start: float  # time from a start of the replica until it trains, with fewer or with all ranks
 
     def lost_waiting(self, away: float) -> float:
-        """Return the units that are lost if the replica waits for the host, so long away, and starts once."""
+        """Return the units that are lost if the replica waits for the host and starts once.
+
+        Args:
+            away: time until there is a host.
+        """
         return (self.full - self.without) * (away + self.start)
 
     def lost_shrinking(self, away: float) -> float:
         """Return the units that are lost if the replica goes on with fewer ranks: it starts twice.
 
-        Up to `patience` this is `lost_waiting`. A host that comes while the replica starts with fewer ranks is
-        used after that start.
+        Args:
+            away: time until there is a host. Up to `patience` this is `lost_waiting`. A host that comes while the
+                replica starts with fewer ranks is used after that start.
         """
         if away <= self.patience:
             return self.lost_waiting(away)

@@ -180,8 +180,11 @@ class Failures:
         """Return what summary.json, the page and `explain` say of a failure.
 
         ``detect_s`` is None if it was not measured, ``rejoin_s`` is None as long as the replica has not
-        contributed again; ``stall_s`` is how much longer the others took for the step that was hit
-        than for a fault-free one, which is ``typical``.
+        contributed again; ``stall_s`` is how much longer the others took for the step that was hit.
+
+        Args:
+            failure: one of `all`.
+            typical: a fault-free step, in seconds.
         """
         over, detected = self.over(failure), failure.detected
         return {

@@ -106,7 +106,11 @@ class IncarnationStart:
 
 
 def starts(events: Iterable[Row], failures: Sequence[Row] = ()) -> list[IncarnationStart]:
-    """Return all starts of a run, by time; its failures are those of summary.json."""
+    """Return all starts of a run, by time.
+
+    Args:
+        failures: its failures, as in summary.json.
+    """
     failed = {f["incarnation"]: f["t"] for f in failures if "incarnation" in f}
     found = []
     for (replica, name), record in incarnations(events).items():

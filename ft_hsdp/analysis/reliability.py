@@ -62,7 +62,11 @@ def reliability(
 
     Args:
         replicas: the hosts of each replica's ranks.
-        copies: wanted copies of each shard; see `missing_copies`, as for level and room.
+        shard_bytes: of each rank.
+        copies: wanted copies of each shard; see `missing_copies`, as for the next two.
+        level: what the hosts of two copies must not share.
+        room: shards that a host can keep for others.
+        assumptions: rates and times.
         checkpoint_every: steps between two checkpoints; 0: there are none.
         every: steps between two states of which copies are made.
         most_lost: the probability of surviving is given for 1 to so many lost hosts.
@@ -87,10 +91,11 @@ def reliability(
 def loss_rate(groups: int, copies: int, failures: float, repair: float) -> float:
     """Return how often a shard is lost, per unit of time, if failures are independent and rare.
 
-    Each of `groups` sets of `copies` members loses its last member while all others are being replaced: of N
-    replicas of H hosts, there are H sets of N hosts.
+    Each of `groups` sets of `copies` members loses its last member while all others are being replaced.
 
     Args:
+        groups: number of sets. A shard of N replicas of H hosts: H sets of N hosts.
+        copies: members of a set.
         failures: losses of one member per unit of time.
         repair: units of time until a lost member is replaced and has its copies again. Where failures are not rare
             beside that, each of the others counts as being replaced always.

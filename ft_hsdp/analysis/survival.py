@@ -48,6 +48,7 @@ def probability(ways: Sequence[int], lost: int) -> Fraction:
 
     Args:
         ways: from `survivable`.
+        lost: number of lost units.
 
     Raises:
         ValueError: there are not so many units.

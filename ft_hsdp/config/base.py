@@ -39,11 +39,15 @@ class Section(BaseModel):
 
 
 def refuse(key: str, value: object, allowed: str) -> PydanticCustomError:
-    """Return the error of a check between keys; a validator raises it, and `explain` turns it into one line.
+    """Return the error of a check between keys; a validator raises it.
 
     Args:
         key: relative to the section that raises the error; "" if the value is the key's own.
+        value: what the user gave.
         allowed: what may stand there, in words.
+
+    Returns:
+        An error that `explain` turns into one line.
     """
     return PydanticCustomError(
         CROSS_FIELD,

@@ -27,7 +27,16 @@ def schema_of(model: type[BaseModel]) -> Schema:
 
 
 def explain(error: ValidationError, model: type[BaseModel], given: object) -> ConfigError:
-    """Return the first problem that pydantic found in the document ``given`` of a model, as the error to raise."""
+    """Return the first problem in a validation error.
+
+    Args:
+        error: of pydantic.
+        model: the model that was validated.
+        given: the document.
+
+    Returns:
+        The error to raise.
+    """
     problem = error.errors(include_url=False)[0]
     loc = problem["loc"]
     if problem["type"] == CROSS_FIELD:
@@ -47,7 +56,15 @@ def explain(error: ValidationError, model: type[BaseModel], given: object) -> Co
 def unknown_key(path: Sequence[int | str], model: type[BaseModel], value: object) -> ConfigError:
     """Return the error for a key that does not exist; it names the nearest key that does.
 
-    Of a wait that follows a key it names that key. ``model`` is that of the whole document.
+    Of a wait that follows a key it names that key.
+
+    Args:
+        path: of the key.
+        model: of the whole document.
+        value: what the user gave.
+
+    Returns:
+        The error to raise.
     """
     above = dotted(path[:-1])
     rule = TimeoutsConfig.derived().get(str(path[-1])) if above == "timeouts" else None

@@ -83,8 +83,16 @@ class FtHsdpAccelerator(Accelerator):
     def prepare_train_loader(self, dataloader: DataLoader[Any] | Loader[Any]) -> EpochLoader:
         """Make a DataLoader the data that is trained: each sample counts once an epoch, whatever is lost.
 
-        ``accelerator.prepare`` is for other data, such as that of an evaluation: each replica reads it all. Result
-        and errors are those of `open_epochs`.
+        ``accelerator.prepare`` is for other data, such as that of an evaluation: each replica reads it all.
+
+        Args:
+            dataloader: Over a map-style dataset; or what `Job.loader` has returned.
+
+        Returns:
+            The batches of this rank, on its device; each pass is an epoch.
+
+        Raises:
+            ConfigError: The job cannot read it.
         """
         return open_epochs(self.job, dataloader, self._updates.begin)
 
@@ -156,6 +164,10 @@ class FtHsdpAccelerator(Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Gather the whole model in host memory. A collective of the replica's ranks.
+
+        Args:
+            model: What `prepare` has returned.
+            unwrap: As in `Accelerator`, for a model that is not trained.
 
         Returns:
             On rank 0 the unsharded tensors by name, {} on the others (`Job.full_state_dict`).

@@ -76,11 +76,9 @@ def open_epochs(
     """Make ``data`` the data that is trained, in epochs.
 
     Args:
+        job: Whose data it becomes.
         data: A DataLoader over a map-style dataset; or what `Job.loader` has returned.
         begin: As in `EpochLoader`.
-
-    Returns:
-        The batches of this rank, on its device; each pass is an epoch. ``epochs(n)`` numbers them.
 
     Raises:
         ConfigError: The job cannot read it.
@@ -99,6 +97,7 @@ class EpochLoader:
         """Cut the batches of ``loader`` into epochs.
 
         Args:
+            job: Whose committed steps count.
             loader: Of `Job.loader`.
             begin: Called before the first batch is asked for, which joins the job.
 

@@ -136,7 +136,15 @@ class FtHsdpStrategy(ModelParallelStrategy):
         """Make a DataLoader the data that is trained: each sample counts once an epoch, whatever is lost.
 
         ``fabric.setup_dataloaders`` is for other data, such as that of an evaluation: each replica reads it all.
-        Result and errors are those of `open_epochs`.
+
+        Args:
+            dataloader: Over a map-style dataset; or what `Job.loader` has returned.
+
+        Returns:
+            The batches of this rank, on its device; each pass is an epoch.
+
+        Raises:
+            ConfigError: The job cannot read it.
         """
         return open_epochs(self.job, dataloader, self._updates.begin)
 

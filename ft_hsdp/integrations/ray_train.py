@@ -181,7 +181,17 @@ def prepare_data_loader(job: Job, dataloader: DataLoader[Any] | Loader[Any]) -> 
     """Make a DataLoader the data that is trained: each sample counts once an epoch, whatever is lost.
 
     It takes the place of ``ray.train.torch.prepare_data_loader``, which is for other data, such as that of an
-    evaluation: there each replica reads it all, its ranks a part each. Result and errors: as of `open_epochs`.
+    evaluation: there each replica reads it all, its ranks a part each.
+
+    Args:
+        job: What `ft_hsdp.join` has returned.
+        dataloader: Over a map-style dataset; or what `Job.loader` has returned.
+
+    Returns:
+        The batches of this rank, on its device; each pass is an epoch. ``epochs(n)`` numbers them.
+
+    Raises:
+        ConfigError: The job cannot read it.
     """
     return open_epochs(job, dataloader)
 

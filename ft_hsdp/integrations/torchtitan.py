@@ -73,6 +73,9 @@ class FtHsdpTrainer(Trainer):
 
         A collective of the replica's ranks.
 
+        Args:
+            config: torchtitan's.
+
         Raises:
             ConfigError: A setting asks for what a job cannot do, or the job cannot take the model or an optimizer.
         """
@@ -159,7 +162,10 @@ class FtHsdpTrainer(Trainer):
                     self.validator.validate(self.model_parts, self.step)
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
-        """Train micro-batches that the job deals to this rank until a step is committed, and log it.
+        """Train micro-batches until a step is committed, and log it.
+
+        Args:
+            data_iterator: The micro-batches that the job deals to this rank.
 
         Raises:
             ConfigError: The optimizers were changed so that the job cannot commit their step.

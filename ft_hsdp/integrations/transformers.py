@@ -102,7 +102,9 @@ class FaultTolerantMixin(Behind):
         A collective of the replica's ranks.
 
         Args:
+            *args: The Trainer's own.
             job: What `ft_hsdp.join` has returned. Join before `TrainingArguments` are made.
+            **kwargs: The Trainer's own.
 
         Raises:
             ConfigError: An argument asks for what a job cannot do, or the model cannot be adopted.
@@ -131,6 +133,7 @@ class FaultTolerantMixin(Behind):
 
         Args:
             resume_from_checkpoint: None or False: the job resumes by itself.
+            **kwargs: As in `transformers.Trainer`.
 
         Returns:
             The Trainer's `TrainOutput`; numbers of samples, seconds and operations are those of this process.
@@ -202,7 +205,14 @@ class FaultTolerantMixin(Behind):
     # The step.
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Make optimizer and scheduler, and give both to the job, which steps them; return what shows them.
+        """Make the optimizer and its scheduler, and give both to the job; the commits step them.
+
+        Args:
+            *args: As in `transformers.Trainer`.
+            **kwargs: As in `transformers.Trainer`.
+
+        Returns:
+            What shows them to the Trainer.
 
         Raises:
             ConfigError: The job cannot use them.
@@ -232,6 +242,7 @@ class FaultTolerantMixin(Behind):
         """Train micro-batches until a step is committed, or the job has ended.
 
         Args:
+            model: As the Trainer gives it.
             inputs: The first micro-batch.
             num_items_in_batch: Not used: the loss stays the mean over its own micro-batch.
 
@@ -308,7 +319,15 @@ class FaultTolerantMixin(Behind):
     # Evaluation, and what is saved.
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict as the Trainer does; the other replicas do not take it for a hang."""
+        """Evaluate or predict as the Trainer does; the other replicas do not take it for a hang.
+
+        Args:
+            *args: As in `transformers.Trainer`.
+            **kwargs: As in `transformers.Trainer`.
+
+        Returns:
+            The Trainer's `EvalLoopOutput`.
+        """
         with self.job.pause("evaluation"):
             return super().evaluation_loop(*args, **kwargs)
 
@@ -316,6 +335,10 @@ class FaultTolerantMixin(Behind):
         """Save the whole model for ``from_pretrained``. A collective of the replica's ranks; rank 0 writes.
 
         Each replica writes the same files. Each file appears as a whole, so replicas may do it at the same time.
+
+        Args:
+            output_dir: A directory; None takes ``args.output_dir``.
+            _internal_call: As in `transformers.Trainer`.
         """
         target = Path(output_dir or self.args.output_dir)
         state = self.job.full_state_dict()

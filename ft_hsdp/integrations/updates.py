@@ -25,6 +25,7 @@ class Updates:
         """Begin without any.
 
         Args:
+            job: Which commits the steps.
             max_norm: Largest norm of the reduced gradient; None does not clip.
             setup_scheduler: How a user gives a scheduler to `add_scheduler`, for messages.
         """
@@ -66,8 +67,11 @@ class Updates:
     def add_scheduler(self, scheduler: LRScheduler) -> None:
         """Add a scheduler; from the first batch on its ``step()`` does nothing, because the commits step it.
 
+        Args:
+            scheduler: Of one of the optimizers, or of a wrapper that has one as ``optimizer``.
+
         Raises:
-            ConfigError: It is of none of the optimizers, nor of a wrapper that has one as ``optimizer``.
+            ConfigError: It is of another optimizer.
         """
         inner = getattr(scheduler.optimizer, "optimizer", scheduler.optimizer)
         if not any(inner is each for each in self._optimizers):
@@ -104,6 +108,7 @@ class Updates:
         """Commit a step in the call for the last of the optimizers (`train.job.Optimizer.step`).
 
         Args:
+            optimizer: Which one the loop steps.
             setup_dataloader: How a user gives the data to the job, for messages.
             given: Names of the arguments that the loop has given to the step.
 

@@ -38,9 +38,13 @@ BREACH = 1  # exit code of `verify` for a run that breaks the protocol
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, by default that of this process's arguments, and return its exit code.
+    """Run one command and return its exit code.
 
-    It is one of `ft_hsdp.errors`; 130 after Ctrl-C; 1 from `verify` if the run breaks the protocol.
+    Args:
+        argv: The arguments; None: those of this process.
+
+    Returns:
+        The exit code as in `ft_hsdp.errors`; 130 after Ctrl-C; 1 from `verify` if the run breaks the protocol.
     """
     _hold_descriptors()
     if MARK_VARIABLE in os.environ:  # the script of a rank starts this job: the rank's place is not ours

@@ -50,7 +50,14 @@ class Inflicted:
 
 
 def injection_event(injection: Injection, pid: int | None, incarnations: list[str], now: float) -> Row:
-    """Return the event that reports an injection, which hits a process or none, and these incarnations."""
+    """Return the event that reports an injection.
+
+    Args:
+        injection: The injection.
+        pid: Of the process that it hits, if it hits one.
+        incarnations: The names of the incarnations that it hits.
+        now: Unix time.
+    """
     reason = injection.reason
     if injection.kind != "signal":
         reason = f"{in_words(injection)}: {reason}"
@@ -267,7 +274,10 @@ _OPTIONS = {"replicas": "--replica"}  # options whose name is not that of their 
 
 
 def parse_options(**options: Any) -> Injection:
-    """Return the injection that the options of `chaos` ask for: fields of `ChaosConfig`, and `replica`.
+    """Return the injection that the options of `chaos` ask for.
+
+    Args:
+        **options: Fields of `ChaosConfig`, and `replica`, an id or None.
 
     Raises:
         ConfigError: An option does not fit the others.

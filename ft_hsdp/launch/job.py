@@ -80,7 +80,11 @@ class Replicas(Protocol):
         """Make ready for the first start; raise FtHsdpError if no rank can be started."""
 
     async def run(self, urls: tuple[str, ...]) -> None:
-        """Run all replicas until none has a part in the job any more; ``urls`` are those of the lighthouses."""
+        """Run all replicas until none has a part in the job any more.
+
+        Args:
+            urls: The addresses of the lighthouses.
+        """
 
     def running(self) -> list[int]:
         """Return the replicas of which all ranks run."""
@@ -127,6 +131,12 @@ def start_run(config: Config) -> RunDir:
 def run_job(config: Config, run: RunDir, resources: MakeResources, stream: TextIO) -> tuple[int, Summary | None]:
     """Run a job in a directory of `start_run` until every replica is done. Blocks.
 
+    Args:
+        config: The job's configuration.
+        run: Its run directory.
+        resources: Makes its backend and its lighthouses.
+        stream: Where the progress is shown.
+
     Returns:
         The exit code of `launcher.py up`, and the summary if there is one.
     """
@@ -144,7 +154,14 @@ class JobRun:
         terminal: Terminal,
         resources: MakeResources,
     ) -> None:
-        """Make the job in a directory of `start_run`; nothing is started before `run`."""
+        """Make the job; nothing is started before `run`.
+
+        Args:
+            config: The job's configuration.
+            run: Its run directory.
+            terminal: Shows the progress.
+            resources: Makes the backend and the lighthouses.
+        """
         assert run.claim is not None, "start_run made the run"
         self._config = config
         self._run = run

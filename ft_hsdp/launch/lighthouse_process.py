@@ -52,6 +52,7 @@ class LighthouseProcess:
         """Make the keeper of a lighthouse; `start` starts the process.
 
         Args:
+            run: The run's directory.
             emit: Called with each event.
             listen_s: Longest time from the start until it listens, in seconds.
             module: The module that runs as the lighthouse.
@@ -233,7 +234,14 @@ class LighthouseFleet:
     def __init__(
         self, run: RunDir, config: Config, emit: Callable[[Row], None], *, module: str = "lighthouse"
     ) -> None:
-        """Make the lighthouses, with ``emit`` and ``module`` as in `LighthouseProcess`; `start` starts them."""
+        """Make the lighthouses; `start` starts their processes.
+
+        Args:
+            run: The run's directory.
+            config: The job's configuration.
+            emit: Called with each event.
+            module: The module that runs as a lighthouse.
+        """
         first = config.network.port
         seats = range(config.lighthouse.count) if config.lighthouse.etcd else (None,)
         self._run = run

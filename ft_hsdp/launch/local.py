@@ -33,7 +33,11 @@ from ft_hsdp.train.identity import HOST_VARIABLE, host_path
 
 
 def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | None]:
-    """Run a job on this machine until every replica is done, and show its progress, by default on stdout. Blocks.
+    """Run a job on this machine until every replica is done. Blocks.
+
+    Args:
+        config: The job's configuration.
+        stream: Where the progress is shown; None: stdout.
 
     Returns:
         The exit code, and the summary if there is one. The code is 0; 75 if replicas were lost; 64 if a rank
@@ -61,7 +65,12 @@ def local_resources(
 ) -> MakeResources:
     """Return a function that makes what runs a job's replicas and lighthouses on this machine.
 
-    ``entry`` and ``preload`` are as in `ForkServer`; ``lighthouse`` is the module that runs as a lighthouse.
+    Args:
+        config: The job's configuration.
+        run: Its run directory.
+        entry: What runs in a rank, as in `ForkServer`.
+        preload: The modules that the fork server imports.
+        lighthouse: The module that runs as a lighthouse.
     """
 
     def make(progress: Progress, emit: Callable[[Row], None]) -> JobResources:
@@ -130,7 +139,16 @@ class LocalReplicas:
         entry: str = ENTRY,
         preload: tuple[str, ...] = PRELOAD,
     ) -> None:
-        """Prepare; nothing is started before `open`. ``entry`` and ``preload`` are as in `ForkServer`."""
+        """Prepare; nothing is started before `open`.
+
+        Args:
+            config: The job's configuration.
+            run: The run's directory.
+            progress: Of the job; it takes the lighthouse's news.
+            emit: Takes each event.
+            entry: What runs in a rank, as in `ForkServer`.
+            preload: The modules that the fork server imports.
+        """
         self._config = config
         self._run = run
         self._progress = progress
@@ -291,9 +309,14 @@ class LocalReplicas:
 
 
 def hosts_of_a_replica(config: Config, environment: Mapping[str, str]) -> int | None:
-    """Return for how many hosts of each replica this machine stands: one, if `hosts.per_replica` does not say it.
+    """Return for how many hosts of each replica this machine stands: one, if nothing says otherwise.
 
-    None: the machine stands for itself alone, because a variable says which host it is, or where it stands.
+    Args:
+        config: The job's configuration, whose `hosts.per_replica` comes first.
+        environment: Of this process.
+
+    Returns:
+        None if the machine stands for itself alone, because a variable says which host it is, or where it stands.
     """
     said = any(environment.get(name) for name in (HOST_VARIABLE, DOMAINS_VARIABLE, SLURM_VARIABLE))
     return config.hosts.per_replica or (None if said else 1)

@@ -54,7 +54,13 @@ class Progress(Changes):
                 break
 
     def saw(self, step: int, finished: bool = False, halted: str = "") -> None:
-        """Take news of the job, and wake waiting tasks if something changed. Older news changes nothing."""
+        """Take news of the job, and wake waiting tasks if something changed. Older news changes nothing.
+
+        Args:
+            step: A committed step.
+            finished: The job has its final state.
+            halted: Why the job cannot go on; "" if it can.
+        """
         before = (self.step, self.finished, self.halted)
         self.halted = self.halted or halted
         self.step = max(self.step, step)

@@ -156,6 +156,9 @@ def first_hosts(number: int, slices: int, hosts: int, copies: int) -> tuple[int,
 
     They are ReStore's L(x, k) if `copies` divides `hosts`. Otherwise that formula makes nearly each host a set
     of holders of its own, so GEMINI's groups are used instead.
+
+    Args:
+        copies: r, at most `hosts`.
     """
     if hosts % copies == 0:
         return first_holders(number, slices, hosts, copies)
@@ -310,7 +313,11 @@ def _count(runs: Sequence[SliceRun]) -> int:
 
 
 def share(blocks: int, ranks: int, align: int = 1) -> list[Span]:
-    """Return equal parts of the data, one for each rank, in order; they begin at multiples of ``align`` blocks."""
+    """Return equal parts of the data, one for each rank, in order.
+
+    Args:
+        align: each part but the last begins and ends at a multiple of so many blocks.
+    """
     units = -(-blocks // align)
     return [
         (min(blocks, units * rank // ranks * align), min(blocks, units * (rank + 1) // ranks * align))

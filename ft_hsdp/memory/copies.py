@@ -74,7 +74,12 @@ def room(budget_gb: float | None, shard: int) -> int:
 
 
 def coverage(members: Sequence[MemberHosts], plan: Plan, level: Level) -> int:
-    """Return in how many failure domains each shard of the newest state is at least, once a plan is done."""
+    """Return in how many failure domains each shard of the newest state is at least, once a plan is carried out.
+
+    Args:
+        plan: what `missing_copies` has returned for them.
+        level: what the hosts of two copies must not share.
+    """
     healthy = _healthy(members)
     if not healthy:
         return 0
@@ -87,7 +92,11 @@ def coverage(members: Sequence[MemberHosts], plan: Plan, level: Level) -> int:
 def unmet(members: Sequence[MemberHosts], copies: int, level: Level, room: int | None = None) -> str:
     """Return what the hosts of a whole job allow instead of so many copies; "" if they can hold them.
 
-    All replicas count as healthy. The arguments are those of `missing_copies`.
+    Args:
+        members: all replicas of the job; they count as healthy.
+        copies: wanted copies of each shard.
+        level: what the hosts of two copies must not share.
+        room: shards that a host can keep for others; None: no limit.
     """
     whole = [replace(member, healthy=True) for member in members]
     plan = missing_copies(whole, copies, level, room)
@@ -147,7 +156,9 @@ def move_refused(
 
     Args:
         plan: what `missing_copies` has returned for them, after the earlier refusals.
+        level: what the hosts of two copies must not share.
         refusals: in the order in which they were told, the last one not looked at yet.
+        room: shards that a host can keep for others; None: no limit.
     """
     last = refusals[-1]
     healthy = _healthy(members)

@@ -40,7 +40,11 @@ class RowLane:
         return sum(rows.elements for rows in self.rows)
 
     def owner(self, width: int) -> int:
-        """Return the rank that has the rows in a replica of `width` ranks, one of `widths`."""
+        """Return the rank that has the rows in a replica of `width` ranks.
+
+        Args:
+            width: number of ranks of a replica, one of `widths`.
+        """
         return self.owners[self.widths.index(width)]
 
 
@@ -48,6 +52,7 @@ def lanes(tensors: Tensors, widths: Iterable[int]) -> tuple[RowLane, ...]:
     """Return the lanes of replicas of several widths.
 
     Args:
+        tensors: by name, (shape, bytes of an element); cut in dimension 0.
         widths: the number of ranks of each replica; order and repetition change nothing.
 
     Returns:
@@ -74,6 +79,12 @@ def lanes(tensors: Tensors, widths: Iterable[int]) -> tuple[RowLane, ...]:
 
 def without_rows(tensors: Tensors, width: int) -> tuple[int, ...]:
     """Return the ranks that would have no row of any tensor: the tensors cannot be cut at that width.
+
+    Args:
+        tensors: by name, (shape, bytes of an element); cut in dimension 0.
+
+    Returns:
+        Numbers of ranks, in order.
 
     Raises:
         ValueError: the width is less than 1, or a tensor has no dimension to cut.

@@ -99,7 +99,10 @@ def _shared(divided: list[list[Host]], level: Level) -> int:
 def first_holders(shard: int, shards: int, hosts: int, copies: int) -> tuple[int, ...]:
     """Return the holders of a shard when no host is lost: L(x, k) = floor(x p / n) + k p / r, modulo p.
 
-    The shard is x of n, there are p hosts, and r copies.
+    Args:
+        shard: x, the number of the shard.
+        hosts: p.
+        copies: r, a divisor of p.
 
     Raises:
         ValueError: `copies` does not divide `hosts`: then holders overlap less than groups do. `place` has
@@ -114,6 +117,7 @@ def double_hashing(start: int, steps: Iterable[int], hosts: int) -> Iterator[int
     """Return all hosts once: `start`, then always a step further, modulo `hosts`.
 
     Args:
+        start: the first host.
         steps: candidates for the length of a step; the first that has no divisor in common with `hosts` is taken.
 
     Raises:
@@ -126,7 +130,9 @@ def double_hashing(start: int, steps: Iterable[int], hosts: int) -> Iterator[int
 def probing(shard: int, hosts: int, first: Iterable[int] = ()) -> Iterator[int]:
     """Return all hosts once, in the order in which they are asked to keep a copy of a shard.
 
-    The holders of the first placement come before all others.
+    Args:
+        hosts: number of hosts; at least 1.
+        first: the holders of the first placement, which come before all others.
     """
     named = list(dict.fromkeys(first))
     start = mixed("start", shard) % hosts

@@ -116,7 +116,11 @@ class Gathering:
         self._seen: dict[tuple[StateId, int], set[int]] = {}  # by state and width: of which ranks there are shards
 
     def add(self, shards: Iterable[tuple[StateId, int, int]]) -> bool:
-        """Return whether these, each (state, ranks, rank), are the last ones of a state and width: true once."""
+        """Return whether these are the last ones of a state: it is true once for each state and width.
+
+        Args:
+            shards: (state, ranks, rank) of each.
+        """
         last = False
         for state, ranks, rank in shards:
             seen = self._seen.setdefault((state, ranks), set())
@@ -132,7 +136,12 @@ def _age(state: StateId) -> tuple[int, int, str]:
 
 
 def rung(used: Iterable[Iterable[Holding]], replica: int, hosts: Sequence[str]) -> Rung:
-    """Return what a replica had to use: "agent" if each shard was on its own host, else the farthest source."""
+    """Return what a replica had to use: "agent" if each shard was on its own host, else the farthest source.
+
+    Args:
+        used: the sources of each rank.
+        hosts: the path of the host of each of its ranks.
+    """
     worst = 0
     for holdings, host in zip(used, hosts, strict=True):
         if any(holding.replica != replica for holding in holdings):

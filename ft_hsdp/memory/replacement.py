@@ -77,7 +77,9 @@ class Assignment:
     def left(self, ranks_per_host: int, least: int | None) -> tuple[Host, ...]:
         """Return the hosts on which the replica goes on without the missing ones; (): it has to wait.
 
-        It goes on with ``least`` ranks or more (`memory.shrink_to`); None: it always waits.
+        Args:
+            ranks_per_host: Ranks on each host.
+            least: Fewest ranks with which it goes on (`memory.shrink_to`); None: it always waits.
         """
         left = tuple(host for i, host in enumerate(self.hosts) if i not in self.missing)
         return () if least is None or not left or len(left) * ranks_per_host < least else left
@@ -206,7 +208,9 @@ def disagreement(claims: Sequence[RankClaim]) -> str:
     I3, that every shard is in memory, is not compared here: what was lost cannot be brought back by a comparison,
     and a rank may rightly hold an older state than its agent, of which another shard is lost. I3 is held while the
     replica trains: a vote waits for the copies of the state before it, and a state with fewer is `Unprotected`.
-    The claims are in the order of the process group.
+
+    Args:
+        claims: Of all ranks, in the order of the process group.
     """
     first = claims[0]
     for place, claim in enumerate(claims):

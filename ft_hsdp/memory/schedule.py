@@ -180,8 +180,14 @@ def profile(steps: Sequence[Sequence[float]]) -> Profile:
 def fit(pieces: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Return the fixed cost of a piece and the bandwidth, by least squares.
 
+    Args:
+        pieces: size and time of some pieces, of at least two sizes.
+
+    Returns:
+        Seconds, at least 0, and bytes per second.
+
     Raises:
-        ValueError: the pieces, each a size and a time, do not determine them.
+        ValueError: the pieces do not determine them.
     """
     if len({size for size, _ in pieces}) < 2:
         raise ValueError("pieces of at least two sizes are needed")

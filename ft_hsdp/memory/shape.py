@@ -84,8 +84,10 @@ def giver(source_width: int, target: tuple[int, int]) -> int:
 def pieces(tensors: Sequence[Tensor], source: tuple[int, int], target: tuple[int, int]) -> tuple[RowRun, ...]:
     """Return what ``source`` has for ``target``, in order, one piece at most for each tensor.
 
-    ``source`` and ``target`` are (width, rank). The tensors are those of the whole state, in the order in which
-    shards have them; none is cut in another way.
+    Args:
+        tensors: Of the whole state, in the order in which shards have them. None is cut in another way.
+        source: (width, rank) of the shard that is there.
+        target: (width, rank) of the shard that is made.
     """
     whole = source[1] == giver(source[0], target)
     found: list[RowRun] = []
@@ -122,6 +124,8 @@ def parts(
     Args:
         tensors: (shape of the whole tensor, bytes of an element) by name, in the order in which shards have them.
             Those without a dimension are not cut.
+        source: (width, rank) of the shard that is there.
+        target: (width, rank) of the shard that is made.
 
     Raises:
         ValueError: A width is below 1, or there is no such rank.

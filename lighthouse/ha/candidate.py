@@ -78,7 +78,8 @@ class Candidate:
     def begin(self, end: Callable[[], None]) -> None:
         """Write where it listens, and stand by, now that the port is open. Does not wait.
 
-        ``end`` is called once when this lighthouse is deposed or has failed.
+        Args:
+            end: Called once when this lighthouse is deposed or has failed.
         """
 
         def ended(task: asyncio.Task[None]) -> None:

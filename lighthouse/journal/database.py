@@ -92,8 +92,10 @@ class SqliteDatabase:
     def append(self, entries: Sequence[JournalEntry], *, durable: bool = False) -> None:
         """Store these rows under their own numbers, all or none, and remove the oldest rows beyond the limit.
 
-        A row whose number is stored already is ignored. On return the rows survive the death of this process, and
-        if they are ``durable`` a loss of power.
+        A row whose number is stored already is ignored.
+
+        Args:
+            durable: on return the rows survive a loss of power; else only the death of this process.
 
         Raises:
             DatabaseFailed: no row was stored.

@@ -69,6 +69,7 @@ class JobJournal:
         """Open the journal in ``database``.
 
         Args:
+            sinks: more receivers of rows.
             gap: numbers to leave out, because another lighthouse may have given them to rows that are lost.
         """
         self.about = about
@@ -174,7 +175,10 @@ class JobJournal:
         """Return the answer to GET /v1/overview. Blocks while it folds what `ready` has not folded.
 
         Args:
-            at: a time of the past to show; None: now. The others are as in `Overview.show`.
+            at: a time of the past to show; None: now.
+            start: from here on curves and lanes are shown; None: from the start of the job.
+            end: up to here; None: up to now.
+            points: of a curve, at most.
 
         Raises:
             DatabaseFailed: rows cannot be read.

@@ -58,8 +58,10 @@ def sender(source: str, about: JobInfo) -> RowSender:
 def event(raw: Mapping[str, Any], who: RowSender, about: JobInfo, now: float) -> Row:
     """Return an event row as it may be stored.
 
-    A replica's events are stored under its own number and incarnation, whatever the row says; ``now`` replaces a
-    time that is more than a day off.
+    A replica's events are stored under its own number and incarnation, whatever the row says.
+
+    Args:
+        now: Unix seconds; replaces a time that is more than a day off.
 
     Raises:
         ProtocolViolation: it is not an event, is too large, or is one that only the lighthouse may send.

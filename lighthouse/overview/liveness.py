@@ -143,9 +143,11 @@ class Vitals:
         return [(mine[rank].beat, max(0.0, now - mine[rank].heard)) for rank in sorted(mine)]
 
     def judge(self, active: Iterable[int], typical: float, now: float) -> list[Change]:
-        """Return which of the replicas that should make progress stalled or went on since the last call.
+        """Return which replicas stalled or went on since the last call.
 
-        ``typical`` is a fault-free step, in seconds.
+        Args:
+            active: replicas that should make progress.
+            typical: a fault-free step, in seconds.
         """
         found = []
         patience, pauses = max(STUCK_S, STUCK_STEPS * typical), bool(self.pauses(now))

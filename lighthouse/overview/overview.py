@@ -56,7 +56,12 @@ class Timeline:
     """What happened to a job, folded in amortized constant time for each row."""
 
     def __init__(self, slots: int, ranks: int, replicas: int | None = None) -> None:
-        """Begin without rows; the arguments are those of `JobInfo`."""
+        """Begin without rows.
+
+        Args:
+            slots: ids of replicas are below it.
+            replicas: with which the job begins; None: all slots.
+        """
         self._replicas = range(slots)
         self.lanes = Lanes(slots, ranks, slots if replicas is None else replicas)
         self.failures = Failures(slots)

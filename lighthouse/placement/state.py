@@ -158,7 +158,9 @@ def tried_again(me: PlacedReplica) -> PlacedReplica:
 def remembered(placement: Placement, halted: bool = False) -> Placement:
     """Return a placement as it counts after a restart of the lighthouse, whose clock is another one.
 
-    A job that was ``halted`` is tried once more: no failure counts any more.
+    Args:
+        placement: Of the former life.
+        halted: The job was halted, and is tried once more: no failure counts any more.
     """
 
     def anew(me: PlacedReplica) -> PlacedReplica:

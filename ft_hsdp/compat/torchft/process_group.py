@@ -67,8 +67,13 @@ class TorchftMember:
     def admit(self, token: str, host: str, timeout_s: float) -> tuple[int, str]:
         """Make a communicator for the shared secret ``token``, or keep the one that fits.
 
-        A neighbour may be silent for ``timeout_s`` within a sum. Returns the member's number, and the "host:port"
-        at which the others call.
+        Args:
+            token: The secret that the ranks of the ring agreed on.
+            host: The address at which the others call.
+            timeout_s: How long a neighbour may be silent within a sum.
+
+        Returns:
+            The member's number, and the "host:port" at which the others call.
         """
         settings = dataclasses.replace(
             self._settings,
@@ -158,12 +163,15 @@ class ProcessGroupFTAR(ProcessGroup):
     ) -> None:
         """Leave the old quorum and connect to the ranks of the new one. Blocks. torchft's Manager calls it.
 
-        The other arguments are not used; a restarted lighthouse begins again with a ``quorum_id`` of 1.
-
         Args:
             store_addr: "host:port/prefix" of torchft's store, with a prefix that was never used before.
+            replica_id: Not used.
             rank: This rank within the quorum.
             world_size: The number of ranks in the quorum.
+            quorum_id: Not used: a restarted lighthouse begins again at 1.
+            group_rank: Not used.
+            group_world_size: Not used.
+            global_ranks: Not used.
 
         Raises:
             RuntimeError: The ranks did not come within the timeout, the connections failed, or `abort` was called.
@@ -178,7 +186,14 @@ class ProcessGroupFTAR(ProcessGroup):
     def set_rank_info(
         self, replica_id: str, group_rank: int, group_world_size: int, global_rank: int | None = None
     ) -> None:
-        """Set the number of this process in its job, which handles tell. torchft's Manager calls it."""
+        """Set what handles tell about this process. torchft's Manager calls it.
+
+        Args:
+            replica_id: Not used.
+            group_rank: Not used.
+            group_world_size: Not used.
+            global_rank: The number of this process in its job.
+        """
         self._global_rank = global_rank
 
     def _handle_id(self) -> str:  # torchft's wrappers of process groups look for it among the handles

@@ -115,6 +115,9 @@ def connect_gloo(
 
     Args:
         store: With a prefix that was never used before.
+        rank: This rank.
+        size: The number of ranks.
+        patience: How long to wait.
         timeout: Of the group's collectives.
         lost: Says that a rank is gone.
 

@@ -224,8 +224,13 @@ class StateTransport(CheckpointTransport[T]):
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Offer a copy of ``state_dict`` as the state of ``step``, in place of the one before.
 
-        Blocks for the copy, not for a reader. Needs memory for one state more. ``state_dict`` may be changed after
-        the call. Any replica with the token may fetch: ``dst_ranks`` and ``timeout`` are not used.
+        Blocks for the copy, not for a reader. Needs memory for one state more.
+
+        Args:
+            dst_ranks: Not used: any replica with the token may fetch.
+            step: Names the state.
+            state_dict: May be changed after the call.
+            timeout: Not used.
 
         Raises:
             InvalidArgument: A value in ``state_dict`` cannot be sent.
@@ -253,7 +258,11 @@ class StateTransport(CheckpointTransport[T]):
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Fetch the state dict of ``step`` from the replica that gave ``metadata``. Blocks.
 
-        The state may be offered only later, within ``timeout``. ``src_rank`` is not used.
+        Args:
+            src_rank: Not used: ``metadata`` says where to fetch.
+            metadata: From `metadata` of the sender.
+            step: The state to fetch; it may be offered only later.
+            timeout: How long to try.
 
         Returns:
             The state dict. Its tensors are on the CPU and share one piece of memory.

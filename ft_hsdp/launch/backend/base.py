@@ -119,7 +119,15 @@ class WorkerGroup:
         number: int = 0,
         changed: Callable[[WorkerGroup], None] | None = None,
     ) -> None:
-        """Make a group without processes; ``changed`` is called after each change of a spare that waits."""
+        """Make a group without processes.
+
+        Args:
+            size: Number of ranks.
+            config: The YAML file that they load.
+            spec: The incarnation; None for a spare.
+            number: The number of the spare, from 1; 0 for an incarnation.
+            changed: Called with the group after each change of a spare that waits; None for an incarnation.
+        """
         self.size = size  # number of ranks
         self.config = config  # the YAML file that they load
         self.spec = spec  # None for a spare until it is assigned
@@ -191,6 +199,9 @@ def assignment(
     """Return the message that assigns a rank to ``spec``: its `IncarnationId`, its log and the hosts.
 
     Args:
+        spec: The incarnation.
+        rank: The rank.
+        run: The run's directory.
         hosts: On which the replica was placed: the name of each rank's host; (): its ranks do not compare them.
         host: The name of this rank's host, if its machine stands for several; "": its process knows it.
     """

@@ -54,11 +54,16 @@ _OURS = (__file__, runpy.__file__, "<frozen runpy>", importlib.__file__, "<froze
 
 
 def main(config: Config, replica: int | IncarnationSource, run: Path, recorded: Recorded | None = None) -> int:
-    """Run one rank, of a replica that is known or will be assigned, and return the exit code.
+    """Run one rank, of a replica that is known or will be assigned.
 
     Args:
+        config: The job's configuration.
         replica: The replica's id, or where this process hears of its incarnation.
+        run: The run's directory.
         recorded: The steps that it repeats, if this is a replay.
+
+    Returns:
+        The exit code.
     """
     source = FromEnvironment(replica) if isinstance(replica, int) else replica
 

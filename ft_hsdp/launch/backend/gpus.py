@@ -18,6 +18,7 @@ def check_device(config: Config, hosts: int = 1) -> str:
     """Return in words the device on which ranks compute.
 
     Args:
+        config: The job's configuration.
         hosts: Over how many machines the ranks of a replica are spread evenly.
 
     Raises:
@@ -68,7 +69,12 @@ async def free_gpus(
 
 
 def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the ``count`` GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
+    """Return the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them.
+
+    Args:
+        count: How many there are, by the driver, with that variable considered.
+        environment: Of this process.
+    """
     named = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     return tuple(named[:count]) if named else tuple(map(str, range(count)))
 

@@ -67,7 +67,16 @@ def reserve() -> None:
 def tell(
     run: Path, replica: int, rank: int, incarnation: str, error: BaseException, cause: Cause | None = None
 ) -> None:
-    """Write down why this rank ends, and what is to blame (`cause_of`); an error of the disk loses it."""
+    """Write down why this rank ends; an error of the disk loses it.
+
+    Args:
+        run: The run's directory.
+        replica: Of the rank.
+        rank: This one.
+        incarnation: Its name.
+        error: That ends it.
+        cause: What is to blame; None: as `cause_of` says.
+    """
     while _spare_descriptors:
         os.close(_spare_descriptors.pop())
     text = one_line(f"{type(error).__name__}: {error}")

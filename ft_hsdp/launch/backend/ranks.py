@@ -79,7 +79,9 @@ class HeldRanks(Changes):
         """Begin without processes.
 
         Args:
+            assigned: What was assigned.
             config: The YAML file that the ranks load.
+            run: The run's directory.
             changed: Called after each end.
             emit: Takes the event of a rank that ended by itself.
 
@@ -248,7 +250,9 @@ class LocalRanks:
         """Make it; nothing is started.
 
         Args:
-            forks: Forks ranks; `close` closes it.
+            config: The job's configuration.
+            run: The run's directory.
+            forks: From which ranks are forked; `close` closes it.
             gpus: On which ranks compute; (): on the CPU.
             file: The YAML file that ranks load; None: that of the run.
             spares: The folder of the spares' files; None: that of the run.
@@ -280,6 +284,7 @@ class LocalRanks:
 
         Args:
             held: What a host was assigned. It hears of each start and end, and says how that was done.
+            host: The name of the host.
             named: The ranks are told the names of the replica's hosts.
 
         Raises:

@@ -122,7 +122,10 @@ def examine(
 ) -> list[Finding]:
     """Run all checks that apply, and return their findings. Blocks for up to `deadline_s`.
 
-    A check that takes longer is undecided; its thread is left alone.
+    Args:
+        subject: What is examined.
+        checks: The checks.
+        deadline_s: A check that takes longer is undecided; its thread is left alone.
     """
     until = time.monotonic() + deadline_s
     begun = [(check.name, _begin(check, subject)) for check in checks if check.wanted(subject)]

@@ -108,9 +108,14 @@ def _room(config: Config, nodes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def place(asked: PlacementRequest, nodes: Sequence[Node]) -> bool:
-    """Take a replica's resources from the nodes, as Ray would; return whether there was room, else they stay.
+    """Take a replica's resources from the nodes, as Ray would.
 
-    Resources that other jobs use at the moment are not subtracted.
+    Args:
+        asked: What the replica asks for.
+        nodes: With all resources that they have; those that other jobs use at the moment are not subtracted.
+
+    Returns:
+        Whether there was room; if not, the nodes are unchanged.
     """
     fit = [node for node in nodes if all(node.labels.get(name) == value for name, value in asked.labels.items())]
     if asked.strategy == "STRICT_PACK":

@@ -70,8 +70,11 @@ CHILD_S = 18.0  # less than checks.DEADLINE_S
 def ask(*args: str, env: Mapping[str, str | None] | None = None) -> dict[str, Any]:
     """Run `probe` in a child process, and return the JSON object that it prints as its last line.
 
-    Blocks. The child is killed after `CHILD_S` seconds, or when this process dies. ``env`` changes its variables;
-    None removes one.
+    Blocks. The child is killed after `CHILD_S` seconds, or when this process dies.
+
+    Args:
+        args: What is asked; see `probe`.
+        env: Changes to the environment; None removes a variable.
 
     Raises:
         Undecided: The child takes too long, or prints no JSON object.

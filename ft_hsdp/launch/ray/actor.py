@@ -197,9 +197,13 @@ class HostActor:
         self._agent.stop(number)
 
     async def news(self, arrived: int) -> News:
-        """Return what is new; wait up to `IDLE_S` for it. An empty answer has the number `arrived`.
+        """Return what is new; wait up to `IDLE_S` for it.
 
-        That is the newest answer that the caller has; a newer one is sent again.
+        Args:
+            arrived: Number of the newest answer that the caller has. A newer one is sent again.
+
+        Returns:
+            The news; an empty answer with the number `arrived` if there is none.
         """
         if self._news is not None and self._news.number <= arrived:
             self._news = None

@@ -103,6 +103,10 @@ def destination(address: str) -> str:
 def connected(address: str, runtime_env: dict[str, Any] | None = None) -> Iterator[tuple[Cluster, RayOutput]]:
     """Connect as a driver for the length of the context. Meanwhile stdout goes to the `RayOutput`.
 
+    Args:
+        address: "auto" or HOST:PORT.
+        runtime_env: `ray.runtime_env`.
+
     Raises:
         ConfigError: Ray refuses the runtime environment.
         ClusterUnreachable: There is no cluster, or it refuses this process.

@@ -90,7 +90,13 @@ class RayLighthouse:
     """The lighthouse as the job's supervisor sees it."""
 
     def __init__(self, run: RunDir, node: str, emit: Callable[[Row], None]) -> None:
-        """Prepare a lighthouse that does not run yet; ``node`` is Ray's id of the node for its actor."""
+        """Prepare a lighthouse that does not run yet.
+
+        Args:
+            run: The run directory.
+            node: Ray's id of the node for its actor.
+            emit: Takes each event.
+        """
         self._run = run
         self._node = node
         self._emit = emit

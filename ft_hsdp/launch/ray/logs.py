@@ -32,14 +32,23 @@ class LogSender:
     """Reads what is new in the logs of replicas and spares. It sends a line when the line is complete."""
 
     def __init__(self, run: Path, others: Mapping[Path, str]) -> None:
-        """Read the files of an actor's folder from the beginning, and others, which are sent under these names."""
+        """Read the files of a folder from their beginning.
+
+        Args:
+            run: The folder of the actor, laid out as a run directory.
+            others: Further files, and the names under which they are sent.
+        """
         self._run = run
         self._others = others
         self._sent: dict[Path, int] = {}  # bytes of each log
         self._replaced: dict[Path, tuple[int, int]] = {}  # inode and mtime of each REPLACED when it was sent
 
     def take(self, *, flush: bool) -> tuple[list[LogPiece], bool]:
-        """Return what is new, and whether that is all; with ``flush`` also lines that are not complete yet."""
+        """Return what is new, and whether that is all.
+
+        Args:
+            flush: The writers have ended, so incomplete lines are sent as well.
+        """
         pieces: list[LogPiece] = []
         size = 0
         logs, finals = self._files()
@@ -120,7 +129,12 @@ class LogReceiver:
     """Appends to the logs in the run directory; no other process writes them. A full disk loses lines."""
 
     def __init__(self, folder: Path, lost: Callable[[Lost], None] = lambda _: None) -> None:
-        """Write to a run directory; call ``lost`` with the lost lines of a log when it can be written again."""
+        """Write to a run directory.
+
+        Args:
+            folder: The run directory.
+            lost: Called with the lost lines of a log when that log can be written again.
+        """
         self._folder = folder
         self._tell = lost
         self._lost: dict[str, Lost] = {}

@@ -41,7 +41,17 @@ class RayReplicas:
         entry: str = ENTRY,
         preload: tuple[str, ...] = PRELOAD,
     ) -> None:
-        """Prepare; nothing is started before `run`. ``entry`` and ``preload`` are as in `ForkServer`."""
+        """Prepare; nothing is started before `run`.
+
+        Args:
+            config: The job's configuration.
+            run: The run's directory on this node.
+            progress: Of the job; it takes the lighthouse's news.
+            emit: Takes each event.
+            cluster: Where this process is connected.
+            entry: What runs in a rank, as in `ForkServer`.
+            preload: As in `ForkServer`.
+        """
         self._config = config
         self._run = run
         self._progress = progress

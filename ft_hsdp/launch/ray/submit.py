@@ -52,7 +52,11 @@ ANSWER_S = 10.0
 
 
 def status(address: str, job: str | None) -> tuple[Status, list[str]]:
-    """Return the status of a job, the only one if none is named, and the lines that show it to people. Blocks.
+    """Return the status of a job, and the lines that show it to people. Blocks.
+
+    Args:
+        address: `--ray-address`.
+        job: Its name; None if it is the only one.
 
     Raises:
         ConfigError: The address is not that of a cluster, or several jobs run.
@@ -110,7 +114,10 @@ def submit_through_jobs_api(config: Config, file: Path, overrides: Sequence[str]
     """Run `submit` on the cluster whose Jobs API is at `url` and show its log until it ends. Ctrl-C stops the job.
 
     Args:
-        overrides: As given on the command line.
+        config: Of the job.
+        file: The YAML file of the job.
+        overrides: The overrides of its keys, as given on the command line.
+        url: Of the Jobs API.
         json: Show the log on stderr, and the document on stdout.
 
     Returns:
@@ -172,7 +179,14 @@ def job_environment(config: Config) -> dict[str, Any]:
 
 
 def entrypoint(file: Path, overrides: Sequence[str], *, uploaded: bool, json: bool) -> str:
-    """Return the command that the cluster runs; files that Ray has not uploaded are on all nodes."""
+    """Return the command that the cluster runs.
+
+    Args:
+        file: The YAML file of the job.
+        overrides: The overrides of its keys.
+        uploaded: ray.runtime_env has a working_dir, which Ray uploads. Else all nodes have the same files.
+        json: Add `--json`.
+    """
     config = str(file) if uploaded else str(file.resolve())
     words = ["python", "-m", "ft_hsdp.launch.cli", "submit", config, *overrides, *(["--json"] if json else [])]
     return shlex.join(words)
@@ -214,9 +228,10 @@ def submit(
     """Run a job on a cluster until every replica is done, as `up` does on one machine. Blocks.
 
     Args:
+        config: Of the job.
         address: "auto" or HOST:PORT of the cluster.
         stream: Takes what is shown; None: stdout.
-        entry: As in `ForkServer`.
+        entry: What runs in a rank.
 
     Returns:
         The exit code, and the summary if there is one.
@@ -245,7 +260,12 @@ def cluster_resources(
 ) -> MakeResources:
     """Return a function that makes what runs a job's replicas and its lighthouse on a cluster.
 
-    ``entry`` and ``preload`` are as in `ForkServer`.
+    Args:
+        config: Of the job.
+        run: The run directory.
+        cluster: Where this process is connected.
+        entry: As in `ForkServer`.
+        preload: As in `ForkServer`.
     """
 
     def make(progress: Progress, emit: Callable[[Row], None]) -> JobResources:
@@ -310,9 +330,12 @@ def with_hosts(config: Config) -> Config:
 
 
 def within_reach(config: Config, own: str, alone: bool) -> Config:
-    """Return the configuration with a network.host at which the other nodes reach this one, at ``own``.
+    """Return the configuration with a network.host at which the other nodes reach this one.
 
-    Where it is ``alone``, the whole cluster and with room for the job, loopback is enough.
+    Args:
+        config: Of the job.
+        own: The address of this node.
+        alone: This node is the whole cluster and has room for the job, so loopback is enough.
     """
     host = config.network.host
     if not unspecified(host) and (alone or not loopback(host)):

@@ -165,6 +165,8 @@ def make_run(
     run meanwhile, it is taken as it is.
 
     Args:
+        run: The directory.
+        config: The job's configuration.
         token: The secret that the job's processes share; None: a new one.
         said: For supervisor.json; None: there is none.
         ended: The store of the earlier run says that its job has ended.
@@ -237,7 +239,12 @@ def _check_vacant(run: RunDir, owner: FolderOwner, ended: bool) -> Record:
 
 
 def write_job_files(run: RunDir, config: Config, token: str | None = None) -> None:
-    """Write the configuration and the secrets of a job into its run directory, which is made if it does not exist.
+    """Write the configuration and the secrets of a job into its run directory.
+
+    Args:
+        run: The directory; it is made if it does not exist.
+        config: The job's configuration.
+        token: The secret that the job's processes share; None: a new one.
 
     Raises:
         ConfigError: The file checkpoint.key cannot be read or made, or is missing where there are checkpoints.

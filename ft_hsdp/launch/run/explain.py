@@ -26,7 +26,10 @@ def start_table(found: Sequence[IncarnationStart]) -> list[str]:
 def explain(events: Iterable[Row], failures: Sequence[Row] = (), lost: Sequence[int] = ()) -> list[str]:
     """Return a run as lines: each event with its reason, the times of each start, a paragraph for each failure.
 
-    ``failures`` and ``lost`` are as in summary.json; events come in any order.
+    Args:
+        events: All events, in any order.
+        failures: The failures of summary.json.
+        lost: The replicas that were given up.
     """
     ordered = sorted(events, key=lambda e: e["t"])
     if not ordered:

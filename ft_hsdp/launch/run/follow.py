@@ -39,9 +39,13 @@ def start(run: RunDir) -> subprocess.Popen[bytes]:
 
 
 def follow(run: RunDir, lighthouse: int) -> None:
-    """Merge the logs of a run until its job has ended, or its lighthouse, the parent of this process, has. Blocks.
+    """Merge the logs of a run until its job has ended, or its lighthouse has. Blocks.
 
     Several lighthouses may share a run's directory: one process at a time writes there.
+
+    Args:
+        run: The run's directory.
+        lighthouse: Pid of the lighthouse, the parent of this process.
     """
 
     def alone() -> bool:

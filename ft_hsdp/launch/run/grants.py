@@ -45,7 +45,9 @@ class LoggedGrants:
         """Start at the first line of a log.
 
         Args:
-            name: The log's path in messages.
+            log: The events of the lighthouses.
+            name: Its path in messages.
+            slots: The largest number of replicas of the job.
             config: The hash of the configuration that the lighthouses should use.
             breach: Called with each breach.
             on_grant: Called with each grant.

@@ -120,7 +120,15 @@ class Recorder:
     def __init__(
         self, run: RunDir, config: Config, on_commit: Sink, on_event: Sink, *, merge_events: bool = True
     ) -> None:
-        """Open the merged files; events.jsonl only with ``merge_events``."""
+        """Open the merged files.
+
+        Args:
+            run: The run's directory.
+            config: The job's configuration.
+            on_commit: Called with each canonical commit.
+            on_event: Called with each event.
+            merge_events: Whether to write events.jsonl.
+        """
         self._run = run
         self._config = config
         self._on_commit = on_commit

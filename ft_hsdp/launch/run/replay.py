@@ -63,6 +63,7 @@ def replay(run: RunDir, begins: Callable[[], object] = lambda: None) -> ReplayVe
     """Replay a finished run. This takes about the CPU time of the run without its failures.
 
     Args:
+        run: The run.
         begins: Called when nothing is known that would refuse the run, before its first step is trained.
 
     Raises:
@@ -126,7 +127,11 @@ class ReplaySegment:
 
 
 def segments(rows: Sequence[Row], ranks: int) -> list[ReplaySegment]:
-    """Divide canonical commits, which follow each other, into as few segments as can be, by their members' widths.
+    """Divide recorded steps by the widths of their members, into as few segments as possible.
+
+    Args:
+        rows: Canonical commits that follow each other.
+        ranks: Of a replica that has all of them.
 
     Raises:
         ConfigError: A member cannot have had so many ranks.
@@ -150,6 +155,10 @@ def agreed(found: Sequence[ReplayOutcome], segment: ReplaySegment) -> ReplayOutc
     """Return what was found, from what the replica of each width has found, the widest first.
 
     They hold one state, so a step differs if they do not; if it is not known which, it counts as the last one.
+
+    Args:
+        found: Of each width of the segment.
+        segment: What they have repeated.
     """
     differing = [each.differs_at for each in found if each.differs_at is not None]
     if not differing and any(each.digest != found[0].digest for each in found):

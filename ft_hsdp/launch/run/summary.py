@@ -99,7 +99,12 @@ class RunTally:
             self._unplaced[replica] = name == "ReplicaUnplaced"
 
     def summary(self, finals: Mapping[int, Row], lost: Iterable[int] = ()) -> Summary:
-        """Return the summary of the run so far, from the final.json of each replica that has ended, too."""
+        """Return the summary of the run so far.
+
+        Args:
+            finals: The final.json of each replica that has ended.
+            lost: The replicas that were given up.
+        """
         wall, typical = self._steps.wall_s, self._steps.median
         end = self._last["t"] if self._last else None
         failures = [self._failures.account(f, typical) for f in self._failures.losses()]

@@ -33,6 +33,7 @@ class Terminal:
         """Make the display.
 
         Args:
+            config: The job's configuration.
             stream: Where it is shown; its errors are the caller's (`lifetime.forgiving`).
             live: Whether to show a table; None: if the stream is a terminal.
         """
@@ -197,7 +198,10 @@ def _told_reason(event: Row) -> str:
 def step_line(row: Row, steps: int, constant: bool = False) -> str:
     """Return a committed step as one line of at most 80 characters.
 
-    With `quorum.batch: constant` it shows the units of the step, and not the epoch.
+    Args:
+        row: The commit.
+        steps: Number of steps of the whole job.
+        constant: With `quorum.batch: constant` the line shows the units of the step, and not the epoch.
     """
     loss, seconds, healthy, units, epoch, scale, rate = _cells(row)
     width = len(str(steps))
@@ -226,7 +230,12 @@ SPREADS = (("seen after", "detect_s"), ("stall", "stall_s"), ("back after", "rej
 
 
 def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str, str]]:
-    """Return the figures that `up` shows at the end as (name, value); ``steps`` are those of the whole job."""
+    """Return the figures that `up` shows at the end as (name, value).
+
+    Args:
+        summary: The run's summary.json.
+        steps: Number of steps of the whole job; None if it is not known.
+    """
     units = summary["batches"]
     ended = [r for r in summary["replicas"].values() if r["digest"] and r["step"] >= summary["steps"]]
     states = {(r["step"], r["lineage"], r["digest"]) for r in ended}

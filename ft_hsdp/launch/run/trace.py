@@ -71,9 +71,13 @@ def write(run: RunDir, out: Path | None = None) -> Path:
 
 
 def trace(name: str, events: Sequence[Row], commits: dict[int, list[Row]], canonical: Sequence[Row]) -> Event:
-    """Return the trace as a JSON document, from all events, the commits of each replica, and the canonical ones.
+    """Return the trace as a JSON document. Its times are microseconds since the first time in the rows.
 
-    Its times are microseconds since the first time in the rows, which have Unix seconds.
+    Args:
+        name: The run's name.
+        events: The events of all processes; times in rows are Unix seconds.
+        commits: The commits that each replica logged.
+        canonical: The canonical commits.
     """
     times = [
         row["t"] - (row.get("step_s") or 0.0) for rows in (events, *commits.values(), canonical) for row in rows

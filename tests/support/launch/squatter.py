@@ -35,8 +35,16 @@ class Squatter(BaseHTTPRequestHandler):
         self.server.seen.append((self.path, str(self.headers), body))
         turn = next(self.server.turns)
         quorum = self.path == "/v1/quorum"
-        lie = json.dumps({"type": "Overview", "body": LIES}).encode()
-        self._answer(protocol.encode(QUORUM[turn % 3]) if quorum else lie, STATUSES[turn % 8])
+        self._answer(protocol.encode(QUORUM[turn % 3]) if quorum else self._lies(body), STATUSES[turn % 8])
+
+    def _lies(self, body: bytes) -> bytes:
+        """What would end each incarnation that a supervisor reports."""
+        try:
+            running = json.loads(body)["body"]["running"]
+        except (ValueError, KeyError, TypeError):
+            running = {}
+        evict = [{"replica": int(r), "incarnation": n, "reason": "a lie"} for r, n in running.items() if n]
+        return json.dumps({"type": "Overview", "body": {**LIES, "evict": evict}}).encode()
 
     def _answer(self, body: bytes, status: int = 200) -> None:
         self.send_response(status)
@@ -52,14 +60,14 @@ class Squatter(BaseHTTPRequestHandler):
 
 
 class SquatterServer(ThreadingHTTPServer):
-    """A context: it listens on loopback."""
+    """A context: it listens at ``port`` of loopback (0: any)."""
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.seen: list[tuple[str, str, bytes]] = []  # path, headers and body of each POST
         self.turns = itertools.count()
-        super().__init__(("127.0.0.1", 0), Squatter)
+        super().__init__(("127.0.0.1", port), Squatter)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -67,3 +75,7 @@ class SquatterServer(ThreadingHTTPServer):
         """Also when the context is left."""
         self.shutdown()
         super().server_close()
+
+    def asked(self, path: str) -> int:
+        """How many requests for a path have come."""
+        return sum(seen == path for seen, _, _ in self.seen)
