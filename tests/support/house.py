@@ -28,7 +28,7 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 SIZES: dict[str, tuple[int, int]] = {
     "statements": (38_877, 39_000),
     "lines with JavaScript": (72_409, 71_000),
-    "benchmarks outside the package": (3_650, 4_000),  # statements
+    "benchmarks outside the package": (3_751, 4_000),  # statements
     "test lines": (68_921, 66_000),  # the model checker among them
     "modules with code": (296, 310),
     "configuration keys": (120, 120),

@@ -1,4 +1,4 @@
-"""Real beats, for long: `python tests/ftar/beats.py --beats 100000 | --seconds 1800 [--busy 8] [--record FILE]`.
+"""Real beats, for long: `python benchmarks/beats.py --beats 100000 | --seconds 1800 [--busy 8] [--record FILE]`.
 
 Members of one ring, each in a process of its own, do nothing but beat, while ``--busy`` processes take the cores
 from them. Prints one line of JSON: how many beats were heard, how many members were suspected (0 is right),
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # this file is a command, too
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this file is a command, too
 
 from tests.support.forked import Forked
 
@@ -137,7 +137,7 @@ def main() -> int:
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
     result, intervals = soak(args.beats, args.seconds, args.busy)
-    print(json.dumps(result))
+    sys.stdout.write(json.dumps(result) + "\n")
     if args.record is not None:
         about = {"cores": result["cores"], "busy_processes": result["busy_processes"], "beat_ms": 50}
         about |= {"kernel": platform.release().split("-")[0], "members": MEMBERS}
