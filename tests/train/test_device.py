@@ -13,13 +13,14 @@ import torch
 
 from ft_hsdp.config import Config
 from ft_hsdp.core.randomness import stream
-from ft_hsdp.errors import ConfigError, LocalSystemError
+from ft_hsdp.errors import LocalSystemError
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.train import device
 from ft_hsdp.train.data import prefetch
 from ft_hsdp.train.device import device_plane
 from ft_hsdp.train.runtime import RankRuntime
+from tests.support.refused import refused
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for a device that tensors are moved to
 
@@ -125,14 +126,11 @@ def test_cuda_and_nccl_get_their_environment_or_a_warning(cuda, caplog, late, gi
 
 
 def test_a_machine_that_cannot_is_refused_in_one_line(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="at most 2, the number of GPUs"):
-        device.describe("cuda", 3)
+    refused(lambda: device.describe("cuda", 3), "at most 2, the number of GPUs")
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(ConfigError, match="install triton"):
-        device.describe("cuda", 1)
+    refused(lambda: device.describe("cuda", 1), "install triton")
     cuda.gpus = 0
-    with pytest.raises(ConfigError, match=r"train\.device: got 'cuda'; allowed: cpu: this machine has no GPU"):
-        device.choose("cuda", 0)
+    refused(lambda: device.choose("cuda", 0), r"train\.device: got 'cuda'; allowed: cpu: this machine has no GPU")
     assert cuda.chosen == []
 
 

@@ -20,6 +20,7 @@ from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.launch.backend.processes import free_port
 from ft_hsdp.train import join
 from ft_hsdp.train.identity import leaving_on_signals
+from tests.support.refused import refused
 
 CPU = torch.device("cpu")
 BACKENDS = ("gloo", "cpu:gloo")  # the second stands for all that have torch's own store, such as a GPU's
@@ -134,8 +135,7 @@ def test_a_process_group_that_exists_is_used_and_stays(mesh: DeviceMesh, config:
     assert mesh.size() == 1
     job = join.join(config, Spare(), run)
     assert (job.rank, job.ranks, job.config) == (0, 1, config)
-    with pytest.raises(ConfigError, match="one: this process is a rank of its replica already"):
-        join.join(config, Spare(), run)
+    refused(lambda: join.join(config, Spare(), run), "one: this process is a rank of its replica already")
     job.close()
     assert dist.is_initialized()
     join.join(config, Spare(), run).close()
@@ -168,21 +168,15 @@ def test_a_run_without_a_lighthouse_is_one_line(config: Config, tmp_path: Path) 
 
 
 def test_what_is_missing_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"in FT_HSDP_CONFIG, or this script as `entry` of one"):
-        join.join()
+    refused(join.join, r"in FT_HSDP_CONFIG, or this script as `entry` of one")
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     (run / "c.yaml").write_text(f"job: {{name: {run.name}, runs_dir: {run.parent}}}\nreplicas: 2\n")
     monkeypatch.setenv("FT_HSDP_CONFIG", str(run / "c.yaml"))
-    with pytest.raises(ConfigError, match=r"0 to 1 .*as an argument or in FT_HSDP_REPLICA"):
-        join.join()
+    refused(join.join, r"0 to 1 .*as an argument or in FT_HSDP_REPLICA")
     monkeypatch.setenv("FT_HSDP_REPLICA", "2")
-    with pytest.raises(ConfigError, match=r"replica: got 2; allowed: 0 to 1"):
-        join.join()
+    refused(join.join, r"replica: got 2; allowed: 0 to 1")
     monkeypatch.setenv("FT_HSDP_REPLICA", "1")
-    with pytest.raises(
-        ConfigError, match="RANK: got None; allowed: a process that torchrun, or a launcher of ft_"
-    ):
-        join.join()
+    refused(join.join, "RANK: got None; allowed: a process that torchrun, or a launcher of ft_")
 
 
 def test_sigterm_means_leave_while_the_process_is_a_member() -> None:

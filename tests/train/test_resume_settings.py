@@ -17,6 +17,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.given import GIVEN, ChangedSetting
 from ft_hsdp.train.optimizer.groups import Groups, Schedule
+from tests.support.refused import refused
 from tests.train.test_lr_schedule import SCHEDULERS, Warming, apply, made, record, root
 
 STEPS, AT = 12, 5
@@ -240,8 +241,7 @@ def test_a_plateau_is_not_forgotten_because_of_a_scheduler_beside_it() -> None:
     m = model()
     groups = one(m, 4)
     trained(groups, m, 1, AT)
-    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau.*earlier losses are not kept"):
-        one(model(), 5).resume(written(groups), AT)
+    refused(lambda: one(model(), 5).resume(written(groups), AT), r"ReduceLROnPlateau.*earlier losses are not kept")
 
 
 def test_only_the_schedule_of_the_optimizer_that_changed_is_computed_again() -> None:
@@ -331,9 +331,8 @@ def test_a_function_where_there_was_none_is_named_and_not_spelled_out() -> None:
 
 def test_another_optimizer_is_refused_by_name() -> None:
     checkpoint = written(job(torch.optim.Adam(model().parameters())))
-    with pytest.raises(ConfigError, match=r"'AdamW'; allowed: the optimizers of the checkpoint, Adam") as refused:
-        job(torch.optim.AdamW(model().parameters())).resume(checkpoint, AT)
-    assert "\n" not in str(refused.value)
+    other = job(torch.optim.AdamW(model().parameters()))
+    refused(lambda: other.resume(checkpoint, AT), r"'AdamW'; allowed: the optimizers of the checkpoint, Adam")
 
 
 def test_a_schedule_that_is_over_before_the_step_of_the_checkpoint_is_refused() -> None:

@@ -19,6 +19,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.data.loader import Loader, check
 from ft_hsdp.train.data.samples import JobShape, SampleReader
 from ft_hsdp.train.data.workers import ReadOptions
+from tests.support.refused import refused
 
 
 class Noisy(Dataset[Any]):
@@ -109,9 +110,8 @@ def test_a_dataset_that_is_smaller_than_a_step_is_refused(shape, size, missing, 
     enough = step * size if drop else (step - 1) * size + 1
     assert loader(Noisy(enough), size, shape, drop_last=drop).samples_of(0, 0, 0)[0] == 0
     samples = max(0, enough - missing)
-    with pytest.raises(ConfigError) as refused:
-        loader(Noisy(samples), size, shape, drop_last=drop)
-    assert (refused.value.key, refused.value.value) == ("job.loader(dataset)", f"{samples} samples")
+    few = f"got '{samples} samples';"
+    refused(lambda: loader(Noisy(samples), size, shape, drop_last=drop), few, "job.loader(dataset)")
 
 
 def test_the_steps_of_an_epoch_are_those_of_all_replicas() -> None:
@@ -216,10 +216,7 @@ class Endless(IterableDataset[int]):
 def test_what_cannot_be_used_is_refused_in_one_line(dataset: Any, changed: dict[str, Any], argument: str) -> None:
     options = ReadOptions(**{k: v for k, v in changed.items() if k in ReadOptions.__slots__})
     others = {k: v for k, v in changed.items() if k not in (*ReadOptions.__slots__, "batch_size")}
-    with pytest.raises(ConfigError) as refused:
-        check(dataset, changed.get("batch_size", 1), options, others)
-    assert refused.value.key == f"job.loader({argument})"
-    assert "\n" not in str(refused.value)
+    refused(lambda: check(dataset, changed.get("batch_size", 1), options, others), key=f"job.loader({argument})")
 
 
 def test_workers_need_rooms(tmp_path: Path) -> None:
@@ -230,8 +227,7 @@ def test_workers_need_rooms(tmp_path: Path) -> None:
     long.mkdir()
     with mock.patch.object(tempfile, "tempdir", str(long)):
         check(Noisy(9), 1, ReadOptions(), {})
-        with pytest.raises(ConfigError, match=r"^TMPDIR: got .*at most 75 bytes"):
-            check(Noisy(9), 1, ReadOptions(num_workers=1), {})
+        refused(lambda: check(Noisy(9), 1, ReadOptions(num_workers=1), {}), r"^TMPDIR: got .*at most 75 bytes")
 
 
 def test_arguments_that_hold_anyway_are_taken() -> None:

@@ -12,6 +12,7 @@ from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.train.identity import RankPlace
 from ft_hsdp.train.loop.user_loop import Pauses, checked_pause
 from ft_hsdp.train.runtime import RankRuntime
+from tests.support.refused import refused
 from tests.support.train.one_rank import OneRank
 from tests.support.waiting import until
 from tests.train.test_job import made
@@ -64,9 +65,7 @@ def test_a_pause_that_lasts_too_long_is_none(runtime: RankRuntime, paused: Pause
     ],
 )
 def test_bad_arguments_are_refused(arguments: Any, key: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        checked_pause(arguments[0], arguments[1], 100.0)
-    assert refused.value.key == key
+    refused(lambda: checked_pause(arguments[0], arguments[1], 100.0), key=key)
 
 
 def test_an_error_ends_a_pause_and_one_within_another_is_refused(mesh: DeviceMesh, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.train.loop.callbacks import CallbackFailed
 from ft_hsdp.train.loop.user_state import MAX_JSON, Registered, UserState
 from ft_hsdp.train.state.packing import local
+from tests.support.refused import refused
 from tests.train.state.test_live_state import hold, record, sums
 
 DECAY = 0.75
@@ -160,21 +161,16 @@ def nested(depth: int) -> Any:
     ],
 )
 def test_what_cannot_be_state_is_refused_by_name(value: Any) -> None:
-    with pytest.raises(ConfigError) as refused:
-        user(lambda: {"k": value}).fix()
-    assert refused.value.key == "job.register_state(mine)[k]"
+    refused(user(lambda: {"k": value}).fix, key="job.register_state(mine)[k]")
 
 
 def test_values_that_are_too_long_as_json_are_refused() -> None:
-    with pytest.raises(ConfigError) as refused:
-        user(lambda: {"k": "x" * (MAX_JSON + 1)}).fix()
-    assert refused.value.key == "job.register_state"
+    refused(user(lambda: {"k": "x" * (MAX_JSON + 1)}).fix, key="job.register_state")
 
 
 @pytest.mark.parametrize("found", [[1], None, {3: 1}, {"": 1}, {"k" * 513: 1}])
 def test_a_state_dict_is_a_mapping_by_text(found: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^job.register_state\(mine\): got"):
-        user(lambda: found).fix()
+    refused(user(lambda: found).fix, r"^job.register_state\(mine\): got")
 
 
 @pytest.mark.parametrize(
@@ -210,16 +206,13 @@ def test_a_state_without_a_value_of_ours_is_not_loaded(mesh: DeviceMesh) -> None
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "x" * 65, 3])
 def test_names_are_words(name: Any) -> None:
-    with pytest.raises(ConfigError, match=r"job.register_state: got"):
-        user(dict, name)
+    refused(lambda: user(dict, name), r"job.register_state: got")
 
 
 def test_states_are_registered_once_and_before_the_first_batch() -> None:
     made = user(dict)
-    with pytest.raises(ConfigError, match="a name that is not registered yet"):
-        made.register(Registered("mine", dict, print))
+    refused(lambda: made.register(Registered("mine", dict, print)), "a name that is not registered yet")
     with pytest.raises(ConfigError, match=r"job.register_state\(other\): got .*; allowed: two functions"):
         made.register(Registered("other", dict, None))  # type: ignore[arg-type]
     made.fix()
-    with pytest.raises(ConfigError, match="a call before the first batch"):
-        made.register(Registered("late", dict, print))
+    refused(lambda: made.register(Registered("late", dict, print)), "a call before the first batch")
