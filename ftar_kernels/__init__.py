@@ -11,7 +11,7 @@ Read the modules in this order:
     reduce_copy    the kernel that copies or adds a chunk, from one or two sources to one or two destinations
     handshake      how a kernel waits for the CPU and answers it (inline assembly)
     persistent     one kernel that executes all commands of an all-reduce
-    streamops      the alternative: a chain of kernels with waits between them, which hold no SM
+    streams        where it is enqueued
 
 `benchmarks.kernels`, in a checkout, checks and measures all of it on a GPU.
 

@@ -109,10 +109,6 @@ class FlagPage:
         """Return the number of the line that `program` writes."""
         return 1 + self.programs + program
 
-    def address(self, line: int, word: int = 0) -> int:
-        """Return the address of a word, as a stream operation needs it."""
-        return self.words.data_ptr() + 4 * (LINE * line + word)
-
     def reset(self) -> None:
         """Set all words to 0. Only before a kernel starts, or after the last one has ended."""
         ctypes.memset(self._words, 0, ctypes.sizeof(self._words))

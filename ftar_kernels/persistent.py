@@ -93,23 +93,3 @@ def persistent_kernel(
             post(done, finished)
     if stop == 0:
         post(done + 1, _DONE)
-
-
-@triton.jit(do_not_specialize=["index"])
-def command_kernel(
-    local: tl.tensor,
-    out: tl.tensor,
-    send: tl.tensor,
-    recv: tl.tensor,
-    words: tl.tensor,
-    commands: tl.tensor,
-    index: tl.int32,
-    DEPTH: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EDGE: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    """Execute command `index` alone, in a stream that has waited for it. Do nothing if the abort word is set."""
-    if tl.load(words, volatile=True) == 0:
-        execute(local, out, send, recv, commands + _FIELDS * (index % DEPTH), VECTOR, BLOCK, EDGE, STAGES)

@@ -2,8 +2,7 @@
 
 While a persistent kernel runs, the engine calls no function of CUDA: a thread that loads a kernel holds the driver
 until the device is idle, and the device is idle only when the engine has posted. The engine reads and writes words
-in pinned memory; another thread asks the driver whether the device has failed. A chain of stream operations cannot
-avoid calls, because each command is enqueued.
+in pinned memory; another thread asks the driver whether the device has failed.
 
 The buffers, the flags and the stream live as long as the plane. The engine's thread owns a plane; only `abort` may
 come from other threads.
@@ -13,24 +12,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ft_hsdp.core.ring import OperationKind
 from ftar_kernels.flags import Command, FlagPage, Status, host_buffer
-from ftar_kernels.persistent import command_kernel, persistent_kernel
+from ftar_kernels.persistent import persistent_kernel
 from ftar_kernels.reduce_copy import OPTIONS, PROGRAMS, check, shape, vector
-from ftar_kernels.streamops import DeviceStream, HostStream
+from ftar_kernels.streams import DeviceStream, HostStream
 
 POLL_S = 2e-5
 CHECK_S = 0.1  # how often a silent device is asked whether it has failed
 SILENCE_S = 30.0  # a program ends if the engine is silent for so long
 GRACE_S = 5.0  # a program that runs ends within this time after an abort
 HOLD_S = 60.0  # how long the end waits for a kernel that is queued behind other work
-
-Via = Literal["persistent", "streamops"]
 
 
 class PlaneError(RuntimeError):
@@ -57,17 +54,13 @@ class StagedPlane:
             only.
         recv: receive buffer, a flat uint8 tensor aligned to 16 bytes that both CPU and device reach (`staging`).
         send: send buffer, likewise; may be the same tensor.
-        via: "persistent" for one kernel, "streamops" for a chain of kernels.
         programs: number of SMs that are used.
         depth: how many commands may be posted and not finished; a power of two.
-        silence_s: a program of a persistent kernel ends by itself if the engine neither posts nor asks what is
+        silence_s: a program of the kernel ends by itself if the engine neither posts nor asks what is
             finished for so long. However long peers take, a program waits.
         grace_s: how long a kernel that runs may take to end what was finished or aborted.
         hold_s: how long `StagedJob.close` waits for a kernel that is still queued behind other work of the device.
         stages: pipeline stages of the kernels' loads.
-
-    Raises:
-        Unsupported: `via` is "streamops" and the driver or the device cannot do it.
     """
 
     def __init__(
@@ -76,7 +69,6 @@ class StagedPlane:
         recv: Tensor,
         send: Tensor,
         *,
-        via: Via = "persistent",
         programs: int = PROGRAMS,
         depth: int = 64,
         silence_s: float = SILENCE_S,
@@ -87,19 +79,14 @@ class StagedPlane:
         self.device = device
         self.recv = recv
         self.send = send
-        self.via = via
         self.programs = programs
         self.depth = depth
         self.stages = stages
         self.silence_ns = int(silence_s * 1e9)
         self.grace_s = grace_s
         self.hold_s = hold_s
-        # The stream, not the programs, writes the words of a chain: one pair is enough.
-        pairs = programs if via == "persistent" else 1
-        self.page = FlagPage(host_buffer(FlagPage.nbytes(pairs, depth), device), pairs, depth)
+        self.page = FlagPage(host_buffer(FlagPage.nbytes(programs, depth), device), programs, depth)
         self.stream: DeviceStream | HostStream = DeviceStream(device) if device.type == "cuda" else HostStream()
-        if via == "streamops" and isinstance(self.stream, DeviceStream):
-            self.stream.probe()
         self._job: StagedJob | None = None
 
     def warm_up(self, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> None:
@@ -149,8 +136,12 @@ class StagedPlane:
                 raise ValueError(f"{local.numel()} elements into {out.numel()}")
         self.page.reset()
         self.stream.after(after)
-        self._job = StagedJob(self, local, out, count)
+        self._job = self.make_job(local, out, count)
         return self._job
+
+    def make_job(self, local: Tensor | None, out: Tensor, count: int) -> StagedJob:
+        """Return the job of an all-reduce that has not begun; the arguments are those of `open`."""
+        return StagedJob(self, local, out, count)
 
     def abort(self) -> None:
         """End the running all-reduce at once; its output is undefined. Any thread, any number of times."""
@@ -187,15 +178,11 @@ class StagedJob:
         self._vector = vector(out.dtype)
         self._posted: deque[Command] = deque()
         self._finished = 0
-        self._enqueued = 0  # commands in the stream's chain
         self._heard = time.monotonic()  # when the device was last seen to work
 
     def begin(self) -> None:
         """Let the device begin; later commands may be posted from now on. Does not wait."""
-        if self._plane.via == "persistent":
-            self._stream.launch(self._launch_persistent)
-        else:
-            self._enqueue(self._plane.depth)
+        self._stream.launch(self._launch)
 
     def post(self, command: Command) -> None:
         """Post one command. Does not wait.
@@ -214,14 +201,10 @@ class StagedJob:
             raise ValueError(f"more than the {self._count} commands that were announced")
         self._page.post(command, self._local is not None, self._vector)
         self._posted.append(command)
-        if self._plane.via == "streamops":
-            self._enqueue(self._page.posted + self._plane.depth)
 
     @property
     def begun(self) -> bool:
-        if self._plane.via == "persistent":
-            return Status.QUEUED not in self._statuses()
-        return self._page.done() > 0
+        return Status.QUEUED not in self._statuses()
 
     def completed(self) -> list[Command]:
         """Return the commands that were finished since the last call, in the order of posting. Does not wait.
@@ -264,7 +247,7 @@ class StagedJob:
             self._page.abort()
         assert failed or self._finished == self._count, "close before all is finished"
         asked = begun = time.monotonic()
-        while not self._ended():
+        while not self.ended:
             self._stream.check()
             now = time.monotonic()
             if not self.begun:
@@ -276,31 +259,18 @@ class StagedJob:
             time.sleep(POLL_S)
         self._plane.release(self)
 
-    def _ended(self) -> bool:
-        if self._plane.via == "persistent":
-            return not self._statuses() & {Status.QUEUED, Status.RUNNING}
-        return self._page.done() >= self._enqueued
+    @property
+    def ended(self) -> bool:
+        """Whether the device neither reads nor writes memory of it any more."""
+        return not self._statuses() & {Status.QUEUED, Status.RUNNING}
 
     def _statuses(self) -> set[Status]:
         return {self._page.status(program) for program in range(self._page.programs)}
 
-    def _enqueue(self, until: int) -> None:
-        """Extend the chain, but at most `depth` commands ahead: a full stream would block the caller."""
-        posted, done = self._page.address(self._page.post_line(0)), self._page.address(self._page.done_line(0))
-        while self._enqueued < min(until, self._count):
-            index = self._enqueued
-            self._stream.wait_value(posted, index + 1)
-            self._stream.launch(lambda index=index: self._launch_command(index))  # type: ignore[misc]
-            self._stream.write_value(done, index + 1)
-            self._enqueued += 1
-
-    def _launch_persistent(self) -> None:
+    def _launch(self) -> None:
         persistent_kernel[(self._plane.programs,)](
             *self._pointers(), self._count, self._plane.silence_ns, **self._shape()
         )
-
-    def _launch_command(self, index: int) -> None:
-        command_kernel[(self._plane.programs,)](*self._pointers(), index, **self._shape())
 
     def _pointers(self) -> tuple[Tensor, ...]:
         local = self._out if self._local is None else self._local

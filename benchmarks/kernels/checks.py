@@ -12,18 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import reference
+from benchmarks.kernels import reference, stepped
 from benchmarks.kernels.ring import KernelRingMember, RingMemoryLayout
 from ft_hsdp.core.ring import OperationKind
-from ftar_kernels import reduce_copy
 from ftar_kernels.flags import Command, host_buffer
 from ftar_kernels.handshake import INTERPRETED
-from ftar_kernels.plane import StagedPlane, Via
+from ftar_kernels.plane import StagedPlane
 from ftar_kernels.reduce_copy import DTYPES, vector
 
 SIZES = (1, 3, 16, 511, 8192, 20_000, 70_001)
 LARGE = (1_000_003, 8_388_608)
-PLANES: tuple[Via, ...] = ("persistent", "streamops")
 
 
 def programs() -> int:
@@ -84,12 +82,8 @@ def kernels(device: torch.device) -> dict[str, Any]:
                     got = [empty(size, dtype, device) for _ in range(2)]
                     want = [torch.empty_like(a) for _ in range(2)]
                     second = (got[1], want[1]) if two else (None, None)
-                    if reduces:
-                        reduce_copy.reduce_copy(a, b, got[0], second[0])
-                        reference.reduce_copy(a, b, want[0], second[1])
-                    else:
-                        reduce_copy.copy(a, got[0], second[0])
-                        reference.copy(a, want[0], second[1])
+                    stepped.reduce_copy(a, b if reduces else None, got[0], second[0])
+                    reference.copy(reference.added(a, b) if reduces else a, want[0], second[1])
                     cases += 1
                     if not all(torch.equal(g, w) for g, w in zip(got[: 1 + two], want[: 1 + two], strict=True)):
                         wrong.append(f"{dtype} {size} reduces={reduces} two={two}")
@@ -119,14 +113,14 @@ def _random_command(kind: OperationKind, elements: int, lanes: int, receives: bo
     return Command(kind, start, stop, 2 * lanes + start % lanes if receives else None, send)
 
 
-def commands(device: torch.device, via: Via, elements: int = 3000, repeat: int = 2) -> dict[str, Any]:
+def commands(device: torch.device, elements: int = 3000, repeat: int = 2) -> dict[str, Any]:
     """Check every kind of command, with and without a received chunk, contributing and relaying, at odd places."""
     wrong = []
     cases = 0
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         nbytes = (elements + 64) * dtype.itemsize
         plane = StagedPlane(
-            device, host_buffer(nbytes // 16 * 16, device), host_buffer(nbytes // 16 * 16, device), via=via,
+            device, host_buffer(nbytes // 16 * 16, device), host_buffer(nbytes // 16 * 16, device),
             programs=programs(), depth=4, silence_s=20,
         )  # fmt: skip
         plane.warm_up((dtype,))
@@ -154,7 +148,7 @@ def commands(device: torch.device, via: Via, elements: int = 3000, repeat: int =
 
 
 def ring(
-    device: torch.device, via: Via, members: int, elements: int, chunk_bytes: int, slots: int,
+    device: torch.device, members: int, elements: int, chunk_bytes: int, slots: int,
     dtype: torch.dtype = torch.float32, repeat: int = 1, relay: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run `repeat` all-reduces of `members` threads of this process.
@@ -165,7 +159,9 @@ def ring(
     memory = host_buffer(layout.nbytes, device)
     nbytes = max(elements * dtype.itemsize, 16)
     team = [
-        KernelRingMember(memory, layout, i, device, -(-nbytes // 16) * 16, via, programs=programs())
+        KernelRingMember(
+            memory, layout, i, device, -(-nbytes // 16) * 16, stepped.kind_of(device), programs=programs()
+        )
         for i in range(members)
     ]
     for member in team:
@@ -204,5 +200,5 @@ def ring(
     seconds = sorted(times)[len(times) // 2]
     return {
         "ok": same and not errors, "errors": errors, "members": members, "mib": nbytes / 2**20, "dtype":
-        str(dtype), "via": via, "ms": 1e3 * seconds, "gb_s": nbytes / seconds / 1e9,
+        str(dtype), "ms": 1e3 * seconds, "gb_s": nbytes / seconds / 1e9,
     }  # fmt: skip

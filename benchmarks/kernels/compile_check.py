@@ -24,10 +24,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
+from benchmarks.kernels.stepped import kernel
 from ftar_kernels import handshake
 from ftar_kernels.flags import FlagPage, host_buffer
-from ftar_kernels.persistent import command_kernel, persistent_kernel
-from ftar_kernels.reduce_copy import BLOCK_BYTES, OPTIONS, WARPS, kernel, shape
+from ftar_kernels.persistent import persistent_kernel
+from ftar_kernels.reduce_copy import BLOCK_BYTES, OPTIONS, WARPS, shape
 
 REGISTERS = 64
 UNROLLED = BLOCK_BYTES // (16 * 32 * WARPS)  # accesses of 16 bytes of each thread to a block
@@ -87,7 +88,6 @@ def compile_kernel(fn: Any, dtype: torch.dtype, stages: int, **constants: Any) -
         "commands": "*i64",
         "silence_ns": "i64",
         "count": "i32",
-        "index": "i32",
         "size": "i32",
     }
     signature = {
@@ -151,7 +151,6 @@ def figures() -> list[Figures]:
     for dtype in DTYPES:
         for stages in (1, 3):
             found.append(compile_kernel(persistent_kernel, dtype, stages, DEPTH=DEPTH))
-        found.append(compile_kernel(command_kernel, dtype, 1, DEPTH=DEPTH))
         for reduces in (True, False):
             for two in (True, False):
                 found.append(compile_kernel(kernel, dtype, 1, REDUCES=reduces, TWO=two))

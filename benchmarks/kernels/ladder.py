@@ -15,11 +15,10 @@ from torch import Tensor
 
 from benchmarks.kernels.checks import drain, empty, fresh, programs
 from benchmarks.kernels.ring import PinnedSegment
+from benchmarks.kernels.stepped import SteppedPlane
 from ft_hsdp.core.ring import OperationKind
 from ftar_kernels.flags import Command, Status, host_buffer
-from ftar_kernels.persistent import command_kernel
 from ftar_kernels.plane import StagedPlane
-from ftar_kernels.reduce_copy import OPTIONS, shape, vector
 
 N = 1 << 16  # elements of fp32
 SILENCE_S = 3.0  # a rung that fails ends within this time
@@ -27,7 +26,12 @@ SLEEP_CYCLES = 200_000_000  # about 0.1 s of a device
 
 
 def plane_of(
-    device: torch.device, *, registered: bool = False, nbytes: int = 1 << 20, **options: Any
+    device: torch.device,
+    *,
+    registered: bool = False,
+    nbytes: int = 1 << 20,
+    kind: type[StagedPlane] = StagedPlane,
+    **options: Any,
 ) -> StagedPlane:
     """Return a plane on a buffer of `nbytes`: pinned memory, or shared memory that is registered."""
     if registered:
@@ -37,7 +41,7 @@ def plane_of(
     else:
         buffer = host_buffer(nbytes, device)
     options = {"programs": programs(), "depth": 16, "silence_s": SILENCE_S, **options}
-    return StagedPlane(device, buffer, buffer, **options)
+    return kind(device, buffer, buffer, **options)
 
 
 def words(plane: StagedPlane) -> dict[str, Any]:
@@ -58,18 +62,15 @@ class Ladder:
     def run(self) -> dict[str, Any]:
         """Return for each rung whether it holds, what it has measured, and the error if not."""
         rungs: dict[str, Callable[[], dict[str, Any]]] = {
-            "a kernel reads commands in host memory": self.launch,
-            "a chain: device to pinned memory": lambda: self.to_host(False),
+            "a kernel reads commands in host memory": lambda: self.copies(1, kind=SteppedPlane),
+            "device to pinned memory": lambda: self.to_host(False),
             "the persistent kernel, one program": lambda: self.copies(1, programs=1),
             "the persistent kernel, 64 commands": lambda: self.copies(64, depth=64),
             "abort": self.abort,
             "silence": self.silence,
         }
         if self._device.type == "cuda":
-            rungs |= {
-                "stream operations on pinned words": self.probe,
-                "a chain: device to registered memory": lambda: self.to_host(True),
-            }
+            rungs["device to registered memory"] = lambda: self.to_host(True)
         rows = []
         for name, climb in rungs.items():
             begin = time.perf_counter()
@@ -81,25 +82,9 @@ class Ladder:
             sys.stderr.write(f"{rows[-1]}\n")
         return {"ok": all(row["ok"] for row in rows), "rows": rows}
 
-    def launch(self) -> dict[str, Any]:
-        """Launch one command without a wait."""
-        plane = plane_of(self._device, via="streamops")
-        plane.page.post(Command(OperationKind.STORE, 0, N), True, vector(torch.float32))
-        send, recv = plane.send.view(torch.float32), plane.recv.view(torch.float32)
-        command_kernel[(plane.programs,)](
-            self._x, self._out, send, recv, plane.page.words, plane.page.commands, 0, DEPTH=plane.depth, STAGES=1,
-            **OPTIONS, **shape(torch.float32),
-        )  # fmt: skip
-        return self._compare(self._out, plane)
-
-    def probe(self) -> dict[str, Any]:
-        """Try the driver's stream operations."""
-        plane_of(self._device, via="streamops")
-        return {}
-
     def to_host(self, registered: bool) -> dict[str, Any]:
-        """Copy to host memory by a chain."""
-        plane = plane_of(self._device, via="streamops", registered=registered)
+        """Copy to host memory."""
+        plane = plane_of(self._device, registered=registered)
         job = plane.open(self._x, self._out, 1)
         job.post(Command(OperationKind.COPY_SEND, 0, N, None, 0))
         drain(job, 1, SILENCE_S)
@@ -107,7 +92,7 @@ class Ladder:
         return self._compare(plane.send.view(torch.float32)[:N], plane)
 
     def copies(self, count: int, **options: Any) -> dict[str, Any]:
-        """Copy on the device by a persistent kernel, as often as `count`."""
+        """Copy on the device, as often as `count`."""
         self._out.zero_()
         plane = plane_of(self._device, **options)
         job = plane.open(self._x, self._out, count)

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.checks import PLANES, drain, empty, programs, watchdog
+from benchmarks.kernels.checks import drain, empty, programs, watchdog
 from ft_hsdp.core.ring import OperationKind
 from ftar_kernels.flags import Command, Status, host_buffer
-from ftar_kernels.plane import StagedPlane, Via
+from ftar_kernels.plane import StagedPlane
 
 
-def _plane(device: torch.device, via: Via) -> StagedPlane:
+def _plane(device: torch.device) -> StagedPlane:
     buffers = [host_buffer(4096, device) for _ in range(2)]
-    plane = StagedPlane(device, *buffers, via=via, programs=programs(), depth=16, silence_s=20)
+    plane = StagedPlane(device, *buffers, programs=programs(), depth=16, silence_s=20)
     plane.warm_up((torch.float32,))
     return plane
 
@@ -25,9 +25,9 @@ def _summary(times: list[float]) -> dict[str, float]:
     return {"p50_us": 1e6 * statistics.median(times), "max_us": 1e6 * max(times)}
 
 
-def round_trip(device: torch.device, via: Via, repeat: int) -> dict[str, float]:
+def round_trip(device: torch.device, repeat: int) -> dict[str, float]:
     """Measure the time from posting an empty command until the host knows that it is finished."""
-    plane = _plane(device, via)
+    plane = _plane(device)
     tensor = empty(16, torch.float32, device)
     times = []
     with watchdog(30, plane):
@@ -43,9 +43,9 @@ def round_trip(device: torch.device, via: Via, repeat: int) -> dict[str, float]:
     return _summary(times)
 
 
-def abort(device: torch.device, via: Via, repeat: int) -> dict[str, float]:
-    """Measure the time from an abort to the end of the kernel, or of the chain, that waited."""
-    plane = _plane(device, via)
+def abort(device: torch.device, repeat: int) -> dict[str, float]:
+    """Measure the time from an abort to the end of the kernel that waited."""
+    plane = _plane(device)
     tensor = empty(16, torch.float32, device)
     times = []
     for _ in range(repeat):
@@ -61,12 +61,12 @@ def abort(device: torch.device, via: Via, repeat: int) -> dict[str, float]:
 
 
 def deadline(device: torch.device, timeout_s: float) -> dict[str, float]:
-    """Measure how long a persistent kernel waits while the engine neither posts nor asks.
+    """Measure how long a kernel waits while the engine neither posts nor asks.
 
     Raises:
         RuntimeError: the kernel ended for another reason.
     """
-    plane = _plane(device, "persistent")
+    plane = _plane(device)
     plane.silence_ns = int(timeout_s * 1e9)
     tensor = empty(16, torch.float32, device)
     begin = time.perf_counter()
@@ -87,7 +87,7 @@ def run(device: torch.device, repeat: int = 200) -> dict[str, Any]:
     """Run all three measurements."""
     return {
         "ok": True,
-        "round_trip": {via: round_trip(device, via, repeat) for via in PLANES},
-        "abort": {via: abort(device, via, repeat // 4) for via in PLANES},
+        "round_trip": round_trip(device, repeat),
+        "abort": abort(device, repeat // 4),
         "deadline": [deadline(device, seconds) for seconds in (0.05, 0.5)],
     }

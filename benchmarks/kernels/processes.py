@@ -16,7 +16,6 @@ import time
 from typing import Any
 
 from benchmarks.kernels.ring import DEAD, WORDS, PinnedSegment, RingMemoryLayout
-from ftar_kernels.plane import Via
 
 START_S = 240.0  # imports, CUDA and the first compilation, all at once
 RUN_S = 60.0
@@ -26,13 +25,13 @@ class SegmentTeam:
     """Worker processes that share one pinned segment."""
 
     def __init__(
-        self, device: str, via: Via, members: int, elements: int, chunk_bytes: int, slots: int, repeat: int
+        self, device: str, members: int, elements: int, chunk_bytes: int, slots: int, repeat: int
     ) -> None:
         self.layout = RingMemoryLayout(members, chunk_bytes, slots)
         self.segment = PinnedSegment(self.layout.nbytes)
         os.set_inheritable(self.segment.fd, True)
         task = {
-            "device": device, "via": via, "members": members, "elements": elements, "chunk_bytes": chunk_bytes,
+            "device": device, "members": members, "elements": elements, "chunk_bytes": chunk_bytes,
             "slots": slots, "repeat": repeat, "seed": random.randrange(2**31), "fd": self.segment.fd,
             "timeout_s": 20.0,
         }  # fmt: skip
@@ -99,11 +98,9 @@ class SegmentTeam:
         self.segment.close()
 
 
-def ring(
-    device: str, via: Via, members: int, elements: int, chunk_bytes: int, slots: int, repeat: int
-) -> dict[str, Any]:
+def ring(device: str, members: int, elements: int, chunk_bytes: int, slots: int, repeat: int) -> dict[str, Any]:
     """Run `repeat` all-reduces of fresh data, each checked by all members."""
-    team = SegmentTeam(device, via, members, elements, chunk_bytes, slots, repeat)
+    team = SegmentTeam(device, members, elements, chunk_bytes, slots, repeat)
     try:
         everyone = set(range(members))
         team.collect("ready", everyone, START_S)
@@ -112,14 +109,14 @@ def ring(
     finally:
         team.close()
     return {
-        "ok": all(line["ok"] for line in ended.values()), "members": members, "via": via, "mib": elements / 2**18,
+        "ok": all(line["ok"] for line in ended.values()), "members": members, "mib": elements / 2**18,
         "ms": max(line["ms"] for line in ended.values()),
     }  # fmt: skip
 
 
-def kill(device: str, via: Via, members: int, elements: int, chunk_bytes: int, slots: int) -> dict[str, Any]:
+def kill(device: str, members: int, elements: int, chunk_bytes: int, slots: int) -> dict[str, Any]:
     """Kill one member during the work, and measure how long until all others have ended their kernels."""
-    team = SegmentTeam(device, via, members, elements, chunk_bytes, slots, 10**6)
+    team = SegmentTeam(device, members, elements, chunk_bytes, slots, 10**6)
     try:
         everyone = set(range(members))
         team.collect("ready", everyone, START_S)
@@ -131,6 +128,6 @@ def kill(device: str, via: Via, members: int, elements: int, chunk_bytes: int, s
     finally:
         team.close()
     return {
-        "ok": all(line["ok"] for line in ended.values()), "members": members, "via": via,
+        "ok": all(line["ok"] for line in ended.values()), "members": members,
         "ms": [1e3 * (line["at"] - killed) for line in ended.values()],
     }  # fmt: skip

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import xxhash
 
+from benchmarks.kernels import stepped
 from benchmarks.kernels.ring import PinnedSegment
-from ftar_kernels import reduce_copy
 
 N = 64 << 20  # elements of fp32: 256 MiB
 FIELDS = (
@@ -109,9 +109,9 @@ def run(device: torch.device) -> dict[str, Any]:
         for stages in (1, 3):
             how: dict[str, Any] = {"programs": programs, "stages": stages}
             name = f"kernel, {programs} programs, {stages} stages: "
-            measure(name + "to registered", partial(reduce_copy.copy, x, registered, **how), 3)
-            measure(name + "from registered", partial(reduce_copy.copy, registered, sums, **how), 3)
-            both = partial(reduce_copy.reduce_copy, registered, added, registered, sums, **how)
+            measure(name + "to registered", partial(stepped.reduce_copy, x, None, registered, **how), 3)
+            measure(name + "from registered", partial(stepped.reduce_copy, registered, None, sums, **how), 3)
+            both = partial(stepped.reduce_copy, registered, added, registered, sums, **how)
             measure(name + "registered + device to both", both, 3)
     torch.set_num_threads(1)
     measure("host: norm in fp64", lambda: torch.linalg.vector_norm(pageable, dtype=torch.float64), 1)

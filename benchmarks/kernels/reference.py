@@ -24,10 +24,9 @@ def copy(src: Tensor, dst1: Tensor, dst2: Tensor | None = None) -> None:
         dst2.copy_(src)
 
 
-def reduce_copy(a: Tensor, b: Tensor, dst1: Tensor, dst2: Tensor | None = None) -> None:
-    """Write a + b to one or two destinations of the same shape and type."""
-    total = (a.float() + b.float()).to(a.dtype) if a.dtype in HALVES else a + b
-    copy(total, dst1, dst2)
+def added(a: Tensor, b: Tensor) -> Tensor:
+    """Return a + b."""
+    return (a.float() + b.float()).to(a.dtype) if a.dtype in HALVES else a + b
 
 
 def run(command: Command, local: Tensor | None, out: Tensor, recv: Tensor, send: Tensor) -> None:
@@ -42,7 +41,7 @@ def run(command: Command, local: Tensor | None, out: Tensor, recv: Tensor, send:
         targets.append(send[command.send : command.send + size])
     for target in targets:
         if own is not None and came is not None:
-            reduce_copy(came, own, target)
+            copy(added(came, own), target)
         elif own is not None or came is not None:
             copy(own if own is not None else came, target)  # type: ignore[arg-type]
         elif command.kind.stores:

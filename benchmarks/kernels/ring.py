@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ft_hsdp.core.ring import RingPlan, operations
 from ftar_kernels.flags import Command, host_buffer
-from ftar_kernels.plane import Aborted, Expired, StagedJob, StagedPlane, Via
+from ftar_kernels.plane import Aborted, Expired, StagedJob, StagedPlane
 from ftar_kernels.reduce_copy import vector
 
 PAGE = 4096
@@ -103,7 +103,7 @@ class KernelRingMember:
 
     def __init__(
         self, memory: Tensor, layout: RingMemoryLayout, position: int, device: torch.device, message_bytes: int,
-        via: Via, *, programs: int = 2, timeout_s: float = 20.0,
+        kind: type[StagedPlane] = StagedPlane, *, programs: int = 2, timeout_s: float = 20.0,
     ) -> None:  # fmt: skip
         self.layout = layout
         self.position = position
@@ -115,8 +115,8 @@ class KernelRingMember:
         self._right = layout.recv(memory, right)
         self._send = host_buffer(message_bytes, device)
         self._left_sent = self._used = self._sent = 0
-        self.plane = StagedPlane(
-            device, self._recv, self._send, via=via, programs=programs, depth=16, silence_s=timeout_s + 5,
+        self.plane = kind(
+            device, self._recv, self._send, programs=programs, depth=16, silence_s=timeout_s + 5,
             grace_s=timeout_s,
         )  # fmt: skip
 

@@ -42,47 +42,38 @@ def interpreted() -> dict[str, Any]:
     """Check what can be checked without a GPU: small sizes, one program."""
     if why := uninterpretable():
         return {"ok": True, "skipped": why}
-    rows = [checks.kernels(CPU), *(checks.commands(CPU, via, repeat=1) for via in checks.PLANES)]
-    rows.append(checks.ring(CPU, "streamops", 3, 5003, 1024, 2, relay=1))
-    return _all_ok(
-        [*rows, ladder.Ladder(CPU).run(), limits.run(CPU, 20), speed.overlap(CPU, "streamops", 2, 3000)]
-    )
+    rows = [checks.kernels(CPU), checks.commands(CPU, repeat=1), checks.ring(CPU, 3, 5003, 1024, 2, relay=1)]
+    return _all_ok([*rows, ladder.Ladder(CPU).run(), limits.run(CPU, 20), speed.overlap(CPU, 2, 3000)])
 
 
 def interpreted_processes() -> dict[str, Any]:
     """Check a ring of two processes without a GPU, and one of which a member is killed."""
     if why := uninterpretable():
         return {"ok": True, "skipped": why}
-    ring = processes.ring("cpu", "persistent", 2, 1501, 1024, 2, 2)
-    return _all_ok([ring, processes.kill("cpu", "streamops", 2, 1501, 1024, 2)])
+    return _all_ok([processes.ring("cpu", 2, 1501, 1024, 2, 2), processes.kill("cpu", 2, 1501, 1024, 2)])
 
 
 def correct() -> dict[str, Any]:
     """Check kernels and commands on the GPU."""
     device = _device()
-    rows = [checks.kernels(device)]
-    for via in checks.PLANES:
-        rows += [checks.commands(device, via, 3000, 4), checks.commands(device, via, 300_000, 2)]
-    return _all_ok(rows)
+    return _all_ok([checks.kernels(device), checks.commands(device, 3000, 4), checks.commands(device, 300_000, 2)])
 
 
 def threads() -> dict[str, Any]:
     """Check rings of 2 and 4 threads, each with a stream of its own."""
     rows = []
-    for via in checks.PLANES:
-        for members in (2, 4):
-            rows.append(checks.ring(_device(), via, members, 1_000_003, 256 * 1024, 4, torch.bfloat16, 2, 1))
-            rows.append(checks.ring(_device(), via, members, 16 * MIB, 8 * MIB, 4, torch.float32, 10))
+    for members in (2, 4):
+        rows.append(checks.ring(_device(), members, 1_000_003, 256 * 1024, 4, torch.bfloat16, 2, 1))
+        rows.append(checks.ring(_device(), members, 16 * MIB, 8 * MIB, 4, torch.float32, 10))
     return _all_ok(rows)
 
 
 def staged() -> dict[str, Any]:
     """Check rings of 2 and 4 processes, then with one of them killed."""
     rows = []
-    for via in checks.PLANES:
-        for members in (2, 4):
-            rows.append(processes.ring("cuda", via, members, MIB + 3, 256 * 1024, 4, 5))
-            rows.append(processes.kill("cuda", via, members, MIB + 3, 256 * 1024, 4))
+    for members in (2, 4):
+        rows.append(processes.ring("cuda", members, MIB + 3, 256 * 1024, 4, 5))
+        rows.append(processes.kill("cuda", members, MIB + 3, 256 * 1024, 4))
     return _all_ok(rows)
 
 

@@ -7,17 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from benchmarks.kernels import stepped
 from benchmarks.kernels.checks import watchdog
 from benchmarks.kernels.ring import KernelRingMember, RingMemoryLayout
 from ft_hsdp.core.ring import OperationKind
-from ftar_kernels import reduce_copy
 from ftar_kernels.flags import Command, host_buffer
-from ftar_kernels.plane import StagedPlane, Via
+from ftar_kernels.plane import StagedPlane
 
 MIB = 2**20
 REPEAT = 25
@@ -52,43 +52,29 @@ def bandwidth(device: torch.device) -> dict[str, Any]:
         a, b, c, d = (torch.randn(n, device=device).to(dtype) for _ in range(4))
         host = host_buffer(64 * MIB, device).view(dtype)
         calls: dict[str, Callable[[], object]] = {
-            "torch add": _torch_add(a, b, c),
-            "torch copy": _torch_copy(a, c),
+            "torch add": partial(torch.add, a, b, out=c),
+            "torch copy": partial(c.copy_, a),
         }
         for programs in (1, 2, 4, 8, 16, sms):
             for stages in (1, 3):
                 name = f"{programs} programs, {stages} stages"
-                calls[f"reduce to 2, {name}"] = _reduce(a, b, c, d, programs, stages)
-                calls[f"copy, {name}"] = _copy(a, c, programs, stages)
-        calls["pinned to device, 2 programs"] = _copy(host, c, 2, 1)
-        calls["pinned reduce to pinned and device, 2 programs"] = _reduce(host, b, host, d, 2, 1)
+                calls[f"reduce to 2, {name}"] = partial(
+                    stepped.reduce_copy, a, b, c, d, programs=programs, stages=stages
+                )
+                calls[f"copy, {name}"] = partial(stepped.reduce_copy, a, None, c, programs=programs, stages=stages)
+        calls["pinned to device, 2 programs"] = partial(stepped.reduce_copy, host, None, c)
+        calls["pinned reduce to pinned and device, 2 programs"] = partial(stepped.reduce_copy, host, b, host, d)
         for name, seconds in timed(calls).items():
             rows.append({"what": name, "dtype": str(dtype), "gb_s": a.nbytes / seconds / 1e9})
     return {"ok": True, "sms": sms, "rows": rows}
 
 
-def _torch_add(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], object]:
-    return lambda: torch.add(a, b, out=out)
-
-
-def _torch_copy(a: Tensor, out: Tensor) -> Callable[[], object]:
-    return lambda: out.copy_(a)
-
-
-def _reduce(a: Tensor, b: Tensor, c: Tensor, d: Tensor, programs: int, stages: int) -> Callable[[], object]:
-    return lambda: reduce_copy.reduce_copy(a, b, c, d, programs=programs, stages=stages)
-
-
-def _copy(a: Tensor, c: Tensor, programs: int, stages: int) -> Callable[[], object]:
-    return lambda: reduce_copy.copy(a, c, programs=programs, stages=stages)
-
-
 class Load:
     """A plane that a thread keeps in an all-reduce: idle, or busy with storing reductions of 8 MiB chunks."""
 
-    def __init__(self, device: torch.device, via: Via, programs: int, busy: bool) -> None:
+    def __init__(self, device: torch.device, programs: int, busy: bool) -> None:
         buffers = [torch.empty(CHUNK + 64, dtype=torch.uint8, device=device) for _ in range(2)]
-        self.plane = StagedPlane(device, *buffers, via=via, programs=programs, silence_s=60)
+        self.plane = StagedPlane(device, *buffers, programs=programs, silence_s=60)
         self.plane.warm_up((torch.float32,))
         self._local = torch.randn(CHUNK // 4, device=device)
         self._out = torch.empty_like(self._local)
@@ -123,25 +109,25 @@ class Load:
         self.plane.close()
 
 
-def overlap(
-    device: torch.device, via: Via = "persistent", buckets: int = 8, elements: int = 8 * MIB
-) -> dict[str, Any]:
+def overlap(device: torch.device, buckets: int = 8, elements: int = 8 * MIB) -> dict[str, Any]:
     """Measure a backward of `buckets` matmuls, each of which hands a bucket to a ring of two threads.
 
     Exposed is what of the all-reduces is left when the last matmul is done.
     """
     counts = (2, 4) if device.type == "cuda" else (1,)
-    rows = [_overlap(device, via, buckets, elements, programs) for programs in counts]
+    rows = [_overlap(device, buckets, elements, programs) for programs in counts]
     return {"ok": all(row["ok"] for row in rows), "buckets": buckets, "mib": 4 * elements / MIB, "rows": rows}
 
 
-def _overlap(device: torch.device, via: Via, buckets: int, elements: int, programs: int) -> dict[str, Any]:
+def _overlap(device: torch.device, buckets: int, elements: int, programs: int) -> dict[str, Any]:
     cuda = device.type == "cuda"
     a = torch.randn(8192 if cuda else 64, 8192 if cuda else 64, device=device)
     layout = RingMemoryLayout(2, min(CHUNK, 4 * elements), 4)
     memory = host_buffer(layout.nbytes, device)
     team = [
-        KernelRingMember(memory, layout, i, device, 4 * elements, via, programs=programs if cuda else 1)
+        KernelRingMember(
+            memory, layout, i, device, 4 * elements, stepped.kind_of(device), programs=programs if cuda else 1
+        )
         for i in (0, 1)
     ]
     for member in team:
@@ -195,21 +181,17 @@ def matmul(device: torch.device, n: int = 8192, inner: int = 10) -> dict[str, An
             torch.matmul(a, b, out=out)
 
     rows = []
-    cases: list[tuple[Via, int, bool]] = [
-        ("persistent", 2, False), ("persistent", 2, True), ("persistent", 4, True), ("streamops", 2, False),
-        ("streamops", 2, True),
-    ]  # fmt: skip
-    for via, programs, busy in cases:
+    for programs, busy in ((2, False), (2, True), (4, True)):
         alone, beside, gb_s = [], [], []
         for _ in range(5):
             alone.append(timed({"alone": multiply}, 3)["alone"])
-            with Load(device, via, programs, busy) as load, watchdog(45, load.plane):
+            with Load(device, programs, busy) as load, watchdog(45, load.plane):
                 before, begin = load.chunks, time.monotonic()
                 beside.append(timed({"beside": multiply}, 3)["beside"])
                 gb_s.append((load.chunks - before) * CHUNK / (time.monotonic() - begin) / 1e9)
         slow = statistics.median(beside) / statistics.median(alone)
         rows.append({
-            "via": via, "programs": programs, "busy": busy, "slow_down": slow, "chunks_gb_s":
+            "programs": programs, "busy": busy, "slow_down": slow, "chunks_gb_s":
             statistics.median(gb_s), "tflops_alone": 2 * n**3 * inner / statistics.median(alone) / 1e12,
         })  # fmt: skip
     return {"ok": True, "rows": rows}

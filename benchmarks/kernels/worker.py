@@ -30,7 +30,7 @@ def main(task: dict[str, Any]) -> None:
     if device.type == "cuda":
         segment.pin()
     member = KernelRingMember(
-        segment.bytes, layout, position, device, 16 * -(-elements // 4) + 16, task["via"], programs=programs(),
+        segment.bytes, layout, position, device, 16 * -(-elements // 4) + 16, programs=programs(),
         timeout_s=task["timeout_s"],
     )  # fmt: skip
     member.plane.warm_up((torch.float32,))

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.stepped import SteppedPlane
 from ft_hsdp.core.ring import RingPlan, operations
 from ft_hsdp.errors import (
     DeviceExpired,
@@ -52,8 +53,8 @@ RING_OF_ONE = Settings(chunk_bytes=CHUNK, chunks=SLOTS)
 Make = Callable[[Arena], Plane]
 
 
-def chain(arena: Arena) -> GpuPlane:
-    return GpuPlane(CPU, arena, 20.0, via="streamops")
+def stepped(arena: Arena) -> GpuPlane:
+    return GpuPlane(CPU, arena, 20.0, staged=SteppedPlane)
 
 
 def persistent(arena: Arena) -> GpuPlane:
@@ -114,7 +115,7 @@ def scene(*planes: Make, transport: str = "tcp") -> Iterator[Scene]:
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("members", [2, 3])
 def test_rings_of_devices_sum_as_the_cpu_does(members: int, transport: str) -> None:
-    with scene(*[chain] * members, transport=transport) as ring:
+    with scene(*[stepped] * members, transport=transport) as ring:
         ring.check(N, relays=[0] if members == 3 else [])
         ring.check(2, seed=1)  # some chunks are empty, and the buffers are used again
         ring.check(N, torch.float16, seed=2)  # bfloat16 is rounded otherwise by the interpreter
@@ -128,7 +129,7 @@ def test_a_device_in_a_ring_of_cpus() -> None:
         ring.check(N, relays=[0, 1, 2], seed=3)
 
 
-@pytest.mark.parametrize("make", [chain, persistent])
+@pytest.mark.parametrize("make", [stepped, persistent])
 def test_a_neighbour_that_dies_in_the_middle_leaves_nothing_running_on_the_device(make: Make) -> None:
     with scene(make, lambda _: DyingPlane()) as ring:
         device, dying = ring.planes
@@ -198,13 +199,13 @@ def test_a_kernel_that_is_queued_behind_other_work_is_waited_for() -> None:
     ],
 )
 def test_only_an_error_that_names_broken_hardware_condemns_the_host(text, kind, code) -> None:
-    plane, out = chain(Arena()), Arena().empty(8)
+    plane, out = stepped(Arena()), Arena().empty(8)
     plane.reserve(plan(8, 4, 1), torch.float32)
     assert plane._staged is not None
     stream = plane._staged.stream
     ring = Ring(1, [5], 0, None, None, plane, RING_OF_ONE)
     with (
-        mock.patch.object(stream, "write_value"),  # nothing is ever finished
+        mock.patch.object(stream, "launch"),  # nothing is ever finished
         mock.patch.object(stream, "_error", RuntimeError(text)),
         pytest.raises(kind, match=text.split(".", maxsplit=1)[0]) as failed,
     ):
@@ -286,7 +287,7 @@ def test_orders_of_waits_and_silences() -> None:
 
 
 def test_what_the_kernels_cannot_take_is_refused() -> None:
-    with scene(chain) as ring:
+    with scene(stepped) as ring:
         odd = Arena().empty(9)[1:]
         (work,) = ring.sum([odd], [Arena().empty(8)])
         assert isinstance(work.exception(DEADLINE_S), InvalidArgument)
@@ -294,7 +295,7 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
 
 def test_memory_that_the_device_cannot_reach_ends_the_process_and_not_the_job() -> None:
     """Triton's launcher says so with a ValueError, as if an argument were wrong."""
-    plane, out = chain(Arena()), Arena().empty(8)
+    plane, out = stepped(Arena()), Arena().empty(8)
     plane.reserve(plan(8, 4, 1), torch.float32)
     wrong = ValueError("Pointer argument (at 2) cannot be accessed from Triton (cpu tensor?)")
     with mock.patch.object(plane._staged, "open", side_effect=wrong), pytest.raises(LocalProcessError) as failed:
@@ -304,7 +305,7 @@ def test_memory_that_the_device_cannot_reach_ends_the_process_and_not_the_job() 
 
 
 def test_more_chunks_than_slots_are_refused() -> None:
-    plane, out, cut = chain(Arena()), Arena().empty(N), plan(N, 4, 3)
+    plane, out, cut = stepped(Arena()), Arena().empty(N), plan(N, 4, 3)
     job = plane.open(None, out, cut)
     operation = operations(0, 3)[1]
     frames = [Frame(operation, r, s := cut.span(operation.shard, r), 4 * s.size, 0, False) for r in range(3)]
@@ -325,7 +326,7 @@ async def test_groups_use_it_from_epoch_to_epoch() -> None:
         arena = Arena()
         events = GroupEvents(lambda e, n=name: connected.append((n, e)), *[lambda _: None] * 3)  # type: ignore[misc]
         settings = Settings("auto", CHUNK, SLOTS, timeout_s=5.0)
-        planes.append(chain(arena))
+        planes.append(stepped(arena))
         groups.append(Group(MemberIdentity(name, 0, LAYOUT, TOKEN), settings, events, planes[-1], arena))
     addresses = {n: group.listen("127.0.0.1") for n, group in enumerate(groups)}
     locals_ = [Arena().empty(N).copy_(x) for x in values(2, N)]

@@ -7,13 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.kernels import checks, limits
+from benchmarks.kernels import checks, limits, stepped
 from ft_hsdp.core.ring import OperationKind
-from ftar_kernels import reduce_copy
 from ftar_kernels.flags import Command, FlagPage, Status, host_buffer
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import Aborted, Expired, StagedPlane, Stuck
-from ftar_kernels.streamops import HostStream
+from ftar_kernels.streams import HostStream
 from tests.support.waiting import until
 
 CPU = torch.device("cpu")
@@ -21,20 +20,13 @@ NOTHING = Command(OperationKind.STORE, 0, 0)
 assert INTERPRETED
 
 
-@pytest.fixture(params=checks.PLANES)
-def via(request):
-    return request.param
-
-
 @pytest.fixture
-def make(via):
+def make():
     planes = []
 
     def plane(**options):
         buffers = [host_buffer(4096, CPU) for _ in range(2)]
-        planes.append(
-            StagedPlane(CPU, *buffers, via=via, programs=1, **{"depth": 4, "silence_s": 20.0, **options})
-        )
+        planes.append(StagedPlane(CPU, *buffers, programs=1, **{"depth": 4, "silence_s": 20.0, **options}))
         return planes[-1]
 
     yield plane
@@ -46,8 +38,8 @@ def test_kernels_equal_the_reference():
     assert checks.kernels(CPU)["wrong"] == []
 
 
-def test_commands_equal_the_reference(via):
-    assert checks.commands(CPU, via)["wrong"] == []
+def test_commands_equal_the_reference():
+    assert checks.commands(CPU)["wrong"] == []
 
 
 def test_a_copy_keeps_every_bit():
@@ -55,7 +47,7 @@ def test_a_copy_keeps_every_bit():
     src = checks.empty(5, torch.float32, CPU)
     src.view(torch.int32).copy_(bits)
     dst = checks.empty(5, torch.float32, CPU)
-    reduce_copy.copy(src, dst)
+    stepped.reduce_copy(src, None, dst)
     assert torch.equal(dst.view(torch.int32), bits)
 
 
@@ -244,7 +236,6 @@ def test_an_abort_is_never_hidden_by_a_post():
 def test_words_of_different_writers_share_no_cache_line():
     page = FlagPage(host_buffer(FlagPage.nbytes(2, 4), CPU), 2, 4)
     lines = [0, *(page.post_line(p) for p in range(2)), *(page.done_line(p) for p in range(2))]
-    addresses = {page.address(line) // 128 for line in lines}
-    assert len(addresses) == 5
-    assert page.address(0) % 128 == 0
-    assert page.commands.data_ptr() == page.address(4) + 128
+    assert len(set(lines)) == 5
+    assert page.words.data_ptr() % 128 == 0
+    assert page.commands.data_ptr() == page.words.data_ptr() + 5 * 128

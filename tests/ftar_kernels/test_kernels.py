@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ft_hsdp.core.ring import OperationKind
-from ftar_kernels import streamops
+from ftar_kernels import streams
 from ftar_kernels.flags import FROM_LOCAL, FROM_RECV, TO_OUT, TO_SEND, Command
 
 pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
@@ -39,7 +39,7 @@ def test_a_command_says_what_is_read_and_written(kind, recv, contributes, mode):
     assert Command(kind, 0, 4, recv, 0 if kind.sends else None).mode(contributes) == mode
 
 
-# Stream memory operations: how the driver is called, and what a thread does in its place.
+# How the driver is called, and what a thread does in its place.
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def device_stream(monkeypatch, driver):
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda at, device: SimpleNamespace(at=at, device=device))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return streamops.DeviceStream(torch.device("cuda", 0))
+    return streams.DeviceStream(torch.device("cuda", 0))
 
 
 class Driver(SimpleNamespace):
@@ -93,30 +93,6 @@ def test_the_stream_is_nobody_elses_and_goes_with_the_plane(device_stream, drive
     assert driver.bound.is_set()
 
 
-def record(into, code=0):
-    def call(*arguments):
-        into.append(tuple(argument.value for argument in arguments))
-        return code
-
-    return call
-
-
-@pytest.mark.parametrize("entry", ["cuStreamWaitValue32_v2", "cuStreamWriteValue32"])
-def test_the_older_entry_serves_where_the_newer_is_missing(device_stream, driver, entry):
-    calls = []
-    setattr(driver, entry, record(calls))
-    (device_stream.wait_value if "Wait" in entry else device_stream.write_value)(0x1000, 5)
-    assert calls == [(77, 0x1000, 5, 0)], "it waits for at least the value"
-
-
-def test_a_driver_without_them_is_unsupported(device_stream, driver):
-    with pytest.raises(streamops.Unsupported, match="no cuStreamWaitValue32"):
-        device_stream.wait_value(0, 1)
-    driver.cuStreamWaitValue32 = record([], 801)
-    with pytest.raises(streamops.Unsupported, match="801"):
-        device_stream.wait_value(0, 1)
-
-
 def test_the_engine_learns_of_an_error_and_never_waits_for_the_driver(device_stream, driver):
     """A thread that loads a kernel may hold the driver until the engine has posted."""
     held, asked, code = threading.Event(), threading.Event(), [600]
@@ -144,34 +120,17 @@ def test_the_engine_learns_of_an_error_and_never_waits_for_the_driver(device_str
     device_stream.close()
 
 
-def test_the_twin_keeps_the_order_and_waits():
-    stream = streamops.HostStream()
-    words = (ctypes.c_int32 * 2)()
-    address, ran = ctypes.addressof(words), threading.Event()
-    stream.wait_value(address, 3)
-    stream.launch(ran.set)
-    stream.write_value(address + 4, 9)
-    assert not ran.wait(0.05)
-    words[0] = 3
-    assert ran.wait(10)
+def test_the_twin_keeps_the_order():
+    stream, ran = streams.HostStream(), []
+    for number in range(3):
+        stream.launch(lambda number=number: ran.append(number))
     stream.close()
-    assert words[1] == 9
+    assert ran == [0, 1, 2]
 
 
 def test_the_twin_keeps_the_first_error_for_whoever_asks():
-    stream = streamops.HostStream()
+    stream = streams.HostStream()
     stream.launch(lambda: 1 / 0)
     stream.close()
     with pytest.raises(ZeroDivisionError):
         stream.check()
-
-
-def test_closing_the_twin_ends_a_wait():
-    before = set(threading.enumerate())
-    stream = streamops.HostStream()
-    made = set(threading.enumerate()) - before
-    word = ctypes.c_int32()
-    stream.wait_value(ctypes.addressof(word), 1)
-    stream.close()
-    assert made
-    assert not any(thread.is_alive() for thread in made)

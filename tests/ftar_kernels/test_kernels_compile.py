@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
 
 from benchmarks.kernels import compile_check
+from benchmarks.kernels.stepped import kernel
 from ftar_kernels import handshake
-from ftar_kernels.reduce_copy import kernel
 
 
 @pytest.fixture(scope="module")

@@ -74,8 +74,8 @@ class GpuPlane:
         device: a CUDA device; a CPU device works where triton interprets its kernels.
         arena: the group's registered memory.
         timeout_s: how long the device may finish nothing after it has begun and while it has work.
-        via: how the device waits for chunks: in one persistent kernel, or by stream operations between kernels.
-        silence_s: a persistent kernel ends by itself if the engine stands still for so long.
+        silence_s: a kernel ends by itself if the engine stands still for so long.
+        staged: makes the plane of the kernels.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class GpuPlane:
         device: torch.device,
         arena: Arena,
         timeout_s: float,
-        via: kernels.Via = "persistent",
         silence_s: float = kernels.SILENCE_S,
+        staged: type[kernels.StagedPlane] = kernels.StagedPlane,
     ) -> None:
         self._device = device
         self._arena = arena
         self._timeout_s = timeout_s
-        self._via: kernels.Via = via
         self._silence_s = silence_s
+        self._make_staged = staged
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._staged: kernels.StagedPlane | None = None
 
@@ -150,11 +150,10 @@ class GpuPlane:
         self.close()
         self._buffer = self._arena.empty(nbytes, torch.uint8)
         self._pin(self._buffer, True)
-        self._staged = kernels.StagedPlane(
+        self._staged = self._make_staged(
             self._device,
             self._buffer,
             self._buffer,
-            via=self._via,
             programs=PROGRAMS if self._device.type == "cuda" else 1,
             silence_s=self._silence_s,
         )

@@ -1,59 +1,16 @@
-"""An all-reduce as a chain of kernels that is enqueued ahead of time; its waits hold no SM.
-
-For each command the stream waits until the posted word has grown (cuStreamWaitValue32), runs the command, and
-writes the done word (cuStreamWriteValue32). A wait in a stream has no deadline. Only an abort by the host ends it:
-it posts the largest value, and the command then finds the abort word set and does nothing.
-"""
+"""Where kernels are enqueued: a CUDA stream of the plane's own, and its counterpart for interpreted kernels."""
 
 from __future__ import annotations
 
 import ctypes
 import queue
 import threading
-import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
-from ftar_kernels.flags import host_buffer
-
-_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ, in cyclic comparison
 _NON_BLOCKING = ctypes.c_uint(1)  # CU_STREAM_NON_BLOCKING: not in order with the default stream
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY: the stream has work
-PAUSE_S = 2e-5
-
-
-class Unsupported(RuntimeError):
-    """This driver or device has no stream memory operations."""
-
-
-class Stream(Protocol):
-    """What a plane enqueues work on; everything runs in order."""
-
-    def launch(self, call: Callable[[], None]) -> None:
-        """Enqueue a kernel; `call` launches it."""
-        ...
-
-    def wait_value(self, address: int, value: int) -> None:
-        """Enqueue a wait until the int32 at `address` in host memory is at least `value`."""
-        ...
-
-    def write_value(self, address: int, value: int) -> None:
-        """Enqueue a store of an int32; a reader that sees it also sees what ran before."""
-        ...
-
-    def check(self) -> None:
-        """Raise the error of the device, if one is known; let it be asked for. Does not wait for the device.
-
-        Raises:
-            RuntimeError: a kernel or the device has failed.
-        """
-        ...
-
-    def close(self) -> None:
-        """Enqueue nothing more on this stream."""
-        ...
 
 
 class DeviceStream:
@@ -87,41 +44,6 @@ class DeviceStream:
         """Enqueue a kernel; `call` launches it."""
         with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             call()
-
-    def wait_value(self, address: int, value: int) -> None:
-        """Enqueue a wait until the int32 at `address` in pinned memory is at least `value`."""
-        self._call("cuStreamWaitValue32", address, value, _GEQ)
-
-    def write_value(self, address: int, value: int) -> None:
-        """Enqueue a store of an int32 in pinned memory."""
-        self._call("cuStreamWriteValue32", address, value, 0)
-
-    def _call(self, name: str, address: int, value: int, flags: int) -> None:
-        function = getattr(self._driver, name + "_v2", None) or getattr(self._driver, name, None)
-        if function is None:
-            raise Unsupported(f"the driver has no {name}")
-        with torch.cuda.device(self.stream.device):
-            error = function(
-                self._handle,
-                ctypes.c_uint64(address),
-                ctypes.c_uint32(value),
-                ctypes.c_uint(flags),
-            )
-        if error:
-            raise Unsupported(f"{name} failed with CUDA driver error {error}")
-
-    def probe(self) -> None:
-        """Try both stream operations on a pinned word. Blocks.
-
-        Raises:
-            Unsupported: they do not work here.
-        """
-        word = host_buffer(4, self.stream.device).view(torch.int32)
-        self.write_value(word.data_ptr(), 7)
-        self.wait_value(word.data_ptr(), 7)
-        self.stream.synchronize()
-        if word.item() != 7:
-            raise Unsupported("a stream's write did not reach pinned host memory")
 
     def _ask(self) -> None:
         """Ask the driver how the stream is, each time that `check` wants to know.
@@ -172,7 +94,6 @@ class HostStream:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._closed = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ftar-host-stream", daemon=True)
         self._thread.start()
@@ -196,31 +117,12 @@ class HostStream:
 
         self._queue.put(locked)
 
-    def wait_value(self, address: int, value: int) -> None:
-        """Enqueue a wait until the int32 at `address` is at least `value`."""
-        word = ctypes.c_int32.from_address(address)
-
-        def poll() -> None:
-            while word.value < value and not self._closed.is_set():
-                time.sleep(PAUSE_S)
-
-        self._queue.put(poll)
-
-    def write_value(self, address: int, value: int) -> None:
-        """Enqueue a store of an int32."""
-
-        def write() -> None:
-            ctypes.c_int32.from_address(address).value = value
-
-        self._queue.put(write)
-
     def check(self) -> None:
         """Raise the error of a kernel, if one has failed."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """End all waits and the thread; blocks until the thread has ended."""
-        self._closed.set()
+        """End the thread; blocks until it has ended."""
         self._queue.put(None)
         self._thread.join(timeout=10)
