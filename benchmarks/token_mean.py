@@ -13,6 +13,7 @@ import io
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ft_hsdp.config import Config, parse
 from ft_hsdp.core.randomness import stream
 from ft_hsdp.errors import EXIT_OK, FtHsdpError, Retryable
 from ft_hsdp.launch.job import JobRun, start_run
-from ft_hsdp.launch.local import local_resources
+from ft_hsdp.launch.local import LocalReplicas
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import commits_of
 from ft_hsdp.launch.run.terminal import Terminal
@@ -100,7 +101,7 @@ def measure() -> TokenMean:
         config = parse({"job": {"name": "tokens", "runs_dir": str(folder)}, **SETTINGS})
         run = start_run(config)
         with Terminal(config, io.StringIO()) as terminal:
-            job = JobRun(config, run, terminal, local_resources(config, run, entry=_ENTRY))
+            job = JobRun(config, run, terminal, partial(LocalReplicas, config, run, entry=_ENTRY))
             code, _ = asyncio.run(asyncio.wait_for(job.run(), _DEADLINE_S))
         rows = commits_of(run)
         if code != EXIT_OK or len(rows) != config.train.steps:

@@ -8,20 +8,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import psutil
 
 from ft_hsdp import fault_injection, secret
 from ft_hsdp.config import Config
+from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError
 from ft_hsdp.jsonl import DISK
 from ft_hsdp.launch import chaos
 from ft_hsdp.launch.backend.base import WorkerProcess
 from ft_hsdp.launch.injection import SIGNALS, Inflicted, inflict, injection_event
+from ft_hsdp.launch.lighthouse_process import LighthouseFleet
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import JobFiles, Row, RunDir, identity, make_run, run_of
 from ft_hsdp.launch.run.recorder import Recorder
@@ -34,23 +38,6 @@ from lighthouse.http.access import page_link
 
 TICK_S = 0.1  # between two reads of the logs
 END_S = 30.0  # longest time from the end of the last process to the end of what runs the replicas
-
-
-class LighthouseHandle(Protocol):
-    """The lighthouses of a job: `lighthouse_process.LighthouseFleet`, or a named actor of a cluster."""
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """Return their addresses, which stay the same over restarts."""
-
-    async def start(self) -> None:
-        """Start them and wait until one leads; raise FtHsdpError if none does."""
-
-    async def keep(self) -> None:
-        """Start each one again whenever it ends, until cancelled."""
-
-    async def stop(self) -> None:
-        """End all lighthouses of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +56,36 @@ class JobEnd:
         return cls(reply.finished and not reply.lost, reply.halted if reply.wrong else "", reply.lost)
 
 
-class Replicas(Protocol):
+class Replicas(ABC):
     """What runs the replicas of a job, on this machine or on a cluster."""
+
+    def __init__(self, config: Config, run: RunDir, progress: Progress, emit: Callable[[Row], None]) -> None:
+        """Prepare; nothing is started before `open`.
+
+        Args:
+            config: The job's configuration.
+            run: The run's directory.
+            progress: Of the job; it takes the lighthouse's news.
+            emit: Takes each event.
+        """
+        self._config = config
+        self._run = run
+        self._progress = progress
+        self._emit = emit
+        self._reply: SupervisorReply | None = None  # the newest one
+        self._reporter: Reporter | None = None
+        self._stopping = False
 
     @property
     def end(self) -> JobEnd:
         """Return how they have ended, after `run`."""
+        return JobEnd.of(self._reply)
 
+    @abstractmethod
     async def open(self) -> None:
         """Make ready for the first start; raise FtHsdpError if no rank can be started."""
 
+    @abstractmethod
     async def run(self, urls: tuple[str, ...]) -> None:
         """Run all replicas until none has a part in the job any more.
 
@@ -86,35 +93,50 @@ class Replicas(Protocol):
             urls: The addresses of the lighthouses.
         """
 
+    @abstractmethod
     def running(self) -> list[int]:
         """Return the replicas of which all ranks run."""
 
+    @abstractmethod
     def ranks(self, replica: int) -> tuple[str, Mapping[int, WorkerProcess]]:
         """Return the newest incarnation of a replica, "" if it has none, and its processes by rank."""
 
+    @abstractmethod
     def stay_away(self, replica: int, until_step: int) -> None:
         """Do not start a replica again before so many steps are committed."""
 
     def note(self, event: Row) -> None:
         """Send the lighthouse an event that no rank sends."""
+        if self._reporter is not None:
+            self._reporter.event(event)
 
+    @abstractmethod
     def stop(self, number: int) -> None:
         """Have all ranks leave the job because of a signal; kill them at SIGINT after that."""
 
+    @abstractmethod
     async def close(self) -> None:
         """End all processes that were started."""
 
+    @contextlib.asynccontextmanager
+    async def _reporting(self, client: LighthouseClient) -> AsyncIterator[LighthouseClient]:
+        """Have `note` send events through a client, which is closed at the end."""
+        self._reporter = Reporter("supervisor", client.tell)
+        self._reporter.start()
+        try:
+            yield client
+        finally:
+            await self._reporter.close()
+            await client.close()
 
-@dataclass(frozen=True, slots=True)
-class JobResources:
-    """The processes of a job, on this machine or on a cluster."""
-
-    replicas: Replicas
-    lighthouse: LighthouseHandle
+    def _take(self, reply: SupervisorReply) -> None:
+        """Take an answer of the lighthouse."""
+        self._reply = reply
+        self._progress.saw(reply.step, reply.finished, reply.halted)
 
 
-MakeResources = Callable[[Progress, Callable[[Row], None]], JobResources]
-"""Makes the resources of a job, from its progress, which they move on, and what is called with each event."""
+MakeReplicas = Callable[[Progress, Callable[[Row], None]], Replicas]
+"""Makes what runs the replicas of a job, from its progress, and what is called with each event."""
 
 
 def start_run(config: Config) -> RunDir:
@@ -128,20 +150,20 @@ def start_run(config: Config) -> RunDir:
     return run
 
 
-def run_job(config: Config, run: RunDir, resources: MakeResources, stream: TextIO) -> tuple[int, Summary | None]:
+def run_job(config: Config, run: RunDir, replicas: MakeReplicas, stream: TextIO) -> tuple[int, Summary | None]:
     """Run a job in a directory of `start_run` until every replica is done. Blocks.
 
     Args:
         config: The job's configuration.
         run: Its run directory.
-        resources: Makes its backend and its lighthouses.
+        replicas: Makes what runs its replicas.
         stream: Where the progress is shown.
 
     Returns:
         The exit code of `launcher.py up`, and the summary if there is one.
     """
     with Terminal(config, stream) as terminal:
-        return asyncio.run(JobRun(config, run, terminal, resources).run())
+        return asyncio.run(JobRun(config, run, terminal, replicas).run())
 
 
 class JobRun:
@@ -152,7 +174,8 @@ class JobRun:
         config: Config,
         run: RunDir,
         terminal: Terminal,
-        resources: MakeResources,
+        replicas: MakeReplicas,
+        lighthouse: str = "lighthouse",
     ) -> None:
         """Make the job; nothing is started before `run`.
 
@@ -160,14 +183,16 @@ class JobRun:
             config: The job's configuration.
             run: Its run directory.
             terminal: Shows the progress.
-            resources: Makes the backend and the lighthouses.
+            replicas: Makes what runs the replicas.
+            lighthouse: The module that runs as a lighthouse.
         """
         assert run.claim is not None, "start_run made the run"
         self._config = config
         self._run = run
         self._claim = run.claim
         self._terminal = terminal
-        self._make_resources = resources
+        self._make_replicas = replicas
+        self._module = lighthouse
         self._where = os.path.relpath(run.path)
         self._replicas: Replicas | None = None
         self._stopped_by: int | None = None  # number of the first signal
@@ -183,8 +208,8 @@ class JobRun:
         config, run = self._config, self._run
         self._progress = Progress()
         self._recorder = Recorder(run, config, self._terminal.commit, self._on_event)
-        resources = self._make_resources(self._progress, self._recorder.emit)
-        replicas, lighthouse = resources.replicas, resources.lighthouse
+        replicas = self._make_replicas(self._progress, self._recorder.emit)
+        lighthouse = LighthouseFleet(run, config, self._recorder.emit, module=self._module)
         self._planner = chaos.Planner(config.chaos, config.ranks_per_replica, config.slots)
         loop = asyncio.get_running_loop()
         for number in stop_signals():
@@ -245,7 +270,7 @@ class JobRun:
         logged = [] if self._seen or self._written is None else [self._written]
         return [*(step for _, step in places), *logged]
 
-    async def _start(self, replicas: Replicas, lighthouse: LighthouseHandle) -> None:
+    async def _start(self, replicas: Replicas, lighthouse: LighthouseFleet) -> None:
         """Start the lighthouses and what runs replicas, side by side."""
         config = self._config
         most = f" (up to {config.slots})" if config.slots > config.replicas else ""
@@ -369,9 +394,7 @@ class JobRun:
         if number == signal.SIGINT:
             self._terminal.say("stopping at once", "yellow")
 
-    async def _end(
-        self, replicas: Replicas, main: asyncio.Task[None] | None, lighthouse: LighthouseHandle
-    ) -> None:
+    async def _end(self, replicas: Replicas, main: asyncio.Task[None] | None, lighthouse: LighthouseFleet) -> None:
         """End all processes. None is left when this returns."""
         if main is not None:
             if not main.done() and self._stopped_by is None:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ft_hsdp import address
+from ft_hsdp import address, secret, tls
 from ft_hsdp.config import Config
-from ft_hsdp.control.lighthouse_client import urls_of_run
+from ft_hsdp.control.lighthouse_client import REPLY_S, urls_of_run
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.backend.processes import environment, last_line, spare, tied
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, open_log, read_json, supervised
@@ -298,6 +298,11 @@ class LighthouseFleet:
 
     async def stop(self) -> None:
         await asyncio.gather(*(each.stop() for each in self._all))
+
+
+def reach(config: Config, run: RunDir, urls: tuple[str, ...], open_s: float) -> tuple[Any, ...]:
+    """Return what `LighthouseClient` takes, for lighthouses that keep a report open for `open_s`."""
+    return urls, secret.current(run.token), tls.client(config.network), run.lighthouse, open_s + REPLY_S
 
 
 def check_port(config: Config) -> None:

@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO
 
-from ft_hsdp import fault_injection, secret, tls
+from ft_hsdp import fault_injection
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import stamped
-from ft_hsdp.control.lighthouse_client import REPLY_S, LighthouseClient
-from ft_hsdp.control.telemetry import Reporter
+from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.agent import HostAgent, agent_path
 from ft_hsdp.launch.backend.base import WorkerProcess
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD, ForkServer
 from ft_hsdp.launch.backend.gpus import check_device, gpus_here
 from ft_hsdp.launch.backend.ranks import HeldRanks, LocalRanks
-from ft_hsdp.launch.job import JobEnd, JobResources, MakeResources, prepare_data, run_job, start_run
-from ft_hsdp.launch.lighthouse_process import LighthouseFleet, check_port
+from ft_hsdp.launch.job import Replicas, prepare_data, run_job, start_run
+from ft_hsdp.launch.lighthouse_process import check_port, reach
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, supervised
 from ft_hsdp.launch.run.summary import Summary
@@ -52,32 +51,7 @@ def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | 
     check_copies(config)
     prepare_data(config)
     run = start_run(config)
-    return run_job(config, run, local_resources(config, run), stream or sys.stdout)
-
-
-def local_resources(
-    config: Config,
-    run: RunDir,
-    *,
-    entry: str = ENTRY,
-    preload: tuple[str, ...] = PRELOAD,
-    lighthouse: str = "lighthouse",
-) -> MakeResources:
-    """Return a function that makes what runs a job's replicas and lighthouses on this machine.
-
-    Args:
-        config: The job's configuration.
-        run: Its run directory.
-        entry: What runs in a rank, as in `ForkServer`.
-        preload: The modules that the fork server imports.
-        lighthouse: The module that runs as a lighthouse.
-    """
-
-    def make(progress: Progress, emit: Callable[[Row], None]) -> JobResources:
-        replicas = LocalReplicas(config, run, progress, emit, entry, (*preload, *config.preload))
-        return JobResources(replicas, LighthouseFleet(run, config, emit, module=lighthouse))
-
-    return make
+    return run_job(config, run, partial(LocalReplicas, config, run), stream or sys.stdout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +101,7 @@ class _HostClient(LighthouseClient):
         return await super().report(processes)
 
 
-class LocalReplicas:
+class LocalReplicas(Replicas):
     """Runs the replicas of a job on this machine: an agent for each host for which it stands."""
 
     def __init__(
@@ -139,24 +113,21 @@ class LocalReplicas:
         entry: str = ENTRY,
         preload: tuple[str, ...] = PRELOAD,
     ) -> None:
-        """Prepare; nothing is started before `open`.
+        """Prepare, as `Replicas` does.
 
         Args:
             config: The job's configuration.
             run: The run's directory.
-            progress: Of the job; it takes the lighthouse's news.
+            progress: Of the job.
             emit: Takes each event.
             entry: What runs in a rank, as in `ForkServer`.
-            preload: The modules that the fork server imports.
+            preload: The modules that the fork server imports before those of the configuration.
         """
-        self._config = config
-        self._run = run
-        self._progress = progress
-        self._emit = emit
+        super().__init__(config, run, progress, emit)
         self._forks = ForkServer(
             run.path,
             entry=entry,
-            preload=preload,
+            preload=(*preload, *config.preload),
             boot_s=config.timeouts.boot_s,
             spawn_s=config.timeouts.spawn_s,
             lost=self._fork_server_lost,
@@ -164,16 +135,9 @@ class LocalReplicas:
         self._ranks = LocalRanks(config, run, self._forks, gpus=gpus_here(config), emit=emit)
         self._agents: dict[str, HostAgent] = {}  # by host
         self._heard: set[str] = set()  # hosts that a lighthouse has answered
-        self._reply: SupervisorReply | None = None  # the newest one
-        self._stopping = False
         self._live: set[str] = set()  # hosts whose agents run
         self._ended = False  # an agent has no part in the job any more
         self._away: dict[int, int] = {}  # replica -> step before which it does not start again
-        self._reporter: Reporter | None = None
-
-    @property
-    def end(self) -> JobEnd:
-        return JobEnd.of(self._reply)
 
     async def open(self) -> None:
         await self._forks.start()
@@ -181,18 +145,13 @@ class LocalReplicas:
     async def run(self, urls: tuple[str, ...]) -> None:
         """Run the agents of all hosts until none has a part in the job any more."""
         hosts, client = local_hosts(self._config, os.environ), LighthouseClient(*self._reach(urls))
-        self._reporter = reporter = Reporter("supervisor", client.tell)
-        reporter.start()
         try:
-            async with asyncio.TaskGroup() as group:
+            async with self._reporting(client), asyncio.TaskGroup() as group:
                 for host in hosts:
                     before = {each.name for each in hosts if each.home} if host.home is None else set[str]()
                     group.create_task(self._host(host, urls, before))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        finally:
-            await reporter.close()
-            await client.close()
 
     def running(self) -> list[int]:
         newest = {replica: self._newest(replica) for replica in range(self._config.slots)}
@@ -204,10 +163,6 @@ class LocalReplicas:
 
     def stay_away(self, replica: int, until_step: int) -> None:
         self._away[replica] = max(until_step, self._away.get(replica, 0))
-
-    def note(self, event: Row) -> None:
-        if self._reporter is not None:
-            self._reporter.event(event)
 
     def stop(self, number: int) -> None:
         self._stopping = True
@@ -235,7 +190,7 @@ class LocalReplicas:
                 replica=host.replica,
                 home=host.home,
                 emit=self._emit,
-                news=lambda reply: self._take(host, reply),
+                news=lambda reply: self._news(host, reply),
                 may_start=self._may_start,
             )
             self._live.add(host.name)
@@ -284,24 +239,19 @@ class LocalReplicas:
 
         await self._progress.comes_to(until, stalled_s, over)
 
-    def _take(self, host: LocalHost, reply: SupervisorReply) -> None:
-        """Take an answer of the lighthouse."""
-        self._reply = reply
+    def _news(self, host: LocalHost, reply: SupervisorReply) -> None:
         self._heard.add(host.name)
-        self._progress.saw(reply.step, reply.finished, reply.halted)
+        self._take(reply)
         self._progress.wake()
+
+    def _reach(self, urls: tuple[str, ...]) -> tuple[Any, ...]:
+        return reach(self._config, self._run, urls, self._config.timeouts.evict_s / 3)
 
     def _newest(self, replica: int) -> list[HeldRanks]:
         """Return what all hosts have of the newest incarnation of a replica."""
         held = [each for agent in self._agents.values() for each in agent.held.values() if each.replica == replica]
         newest = max((each.began, each.name) for each in held)[1] if held else ""
         return [each for each in held if each.name == newest]
-
-    def _reach(self, urls: tuple[str, ...]) -> tuple[Any, ...]:
-        """Return how the lighthouse is reached, as `LighthouseClient` takes it."""
-        config, run = self._config, self._run
-        token, reply_s = secret.current(run.token), config.timeouts.evict_s / 3 + REPLY_S
-        return urls, token, tls.client(config.network), run.lighthouse, reply_s
 
     def _fork_server_lost(self, pid: int, why: str) -> None:
         reason = f"{why}: another one is started beside it, its ranks go on"

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.job import JobRun, start_run
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, check_port
-from ft_hsdp.launch.local import local_hosts, local_resources, up
+from ft_hsdp.launch.local import LocalReplicas, local_hosts, up
 from ft_hsdp.launch.run.directory import read_json, read_jsonl
 from ft_hsdp.launch.run.status import status
 from ft_hsdp.launch.run.summary import Summary
@@ -40,14 +41,9 @@ class Fake:
 
     async def go(self) -> tuple[int, Summary | None]:
         with Terminal(self.config, self.out) as terminal:
-            resources = local_resources(
-                self.config,
-                self.run,
-                entry="tests.support.launch.standin_trainer:main",
-                preload=(),
-                lighthouse=self.lighthouse,
-            )
-            return await JobRun(self.config, self.run, terminal, resources).run()
+            entry = "tests.support.launch.standin_trainer:main"
+            replicas = partial(LocalReplicas, self.config, self.run, entry=entry, preload=())
+            return await JobRun(self.config, self.run, terminal, replicas, self.lighthouse).run()
 
     def pids(self) -> list[int]:
         found = [read_json(self.run.lighthouse)["pid"]]

@@ -23,14 +23,15 @@ from urllib.parse import urlsplit
 import ray
 import ray.util
 
-from ft_hsdp import secret, tls
+from ft_hsdp import secret
 from ft_hsdp.address import loopback
 from ft_hsdp.config import Config, RayConfig, dump, load
-from ft_hsdp.control.lighthouse_client import REPLY_S, LighthouseClient
+from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
 from ft_hsdp.launch.agent import HostAgent, agent_path
 from ft_hsdp.launch.backend.forkserver import SPAWN_S, ForkServer
 from ft_hsdp.launch.backend.ranks import LocalRanks
+from ft_hsdp.launch.lighthouse_process import reach
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.ray.logs import NODES, LogPiece, LogSender
 from ft_hsdp.launch.ray.placement import host_environment
@@ -161,8 +162,7 @@ class HostActor:
             config, run, self._forks, gpus=gpus, whole=False, lone=order.spare, emit=self._emit
         )
         self._open.push_async_callback(self._ranks.close)
-        reply_s, proof = config.timeouts.evict_s / 3 + REPLY_S, tls.client(config.network)
-        client = LighthouseClient(order.urls, order.token, proof, run.lighthouse, reply_s)
+        client = LighthouseClient(*reach(config, run, order.urls, config.timeouts.evict_s / 3))
         self._open.push_async_callback(client.close)
         self._stalled_s = config.timeouts.stalled_s
         self._agent = HostAgent(

@@ -7,20 +7,26 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from ft_hsdp import secret, tls
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from ft_hsdp.config import Config
-from ft_hsdp.control.lighthouse_client import REPLY_S, LighthouseClient
-from ft_hsdp.control.telemetry import Reporter
-from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError, LighthouseUnreachable
+from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, FtHsdpError, LighthouseUnreachable
 from ft_hsdp.launch import admin
 from ft_hsdp.launch.backend.base import WorkerProcess
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
-from ft_hsdp.launch.job import JobEnd
+from ft_hsdp.launch.job import JobEnd, Replicas
+from ft_hsdp.launch.lighthouse_process import reach
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.ray.actor import ActorSetup
 from ft_hsdp.launch.ray.cluster import Cluster
 from ft_hsdp.launch.ray.hosts import RayHosts
+from ft_hsdp.launch.ray.placement import prefix
+from ft_hsdp.launch.run import status
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.protocol import ProcessReport, SupervisorReply
 
@@ -28,7 +34,25 @@ PERIOD_S = 0.25  # between two looks at how far the job is
 TELL_S = 1.0  # before the lighthouse is told again that a host is lost
 
 
-class RayReplicas:
+def actor_name(job: str) -> str:
+    """Return the name of the `StatusActor` of a job, which no two running jobs of a cluster share."""
+    return f"{prefix(job)}-status"
+
+
+class StatusActor:
+    """Says on the driver's node, to all nodes, how a job is doing."""
+
+    def __init__(self, run: str) -> None:
+        """Open the run directory `run`."""
+        self._run = RunDir(Path(run))
+
+    def status(self) -> tuple[status.Status, list[str]]:
+        """Return the job's status, and the lines that show it to people."""
+        picture = status.status(self._run)
+        return picture, status.lines(self._run, picture)
+
+
+class RayReplicas(Replicas):
     """Runs the replicas of a job on a cluster. All methods belong to the driver's event loop."""
 
     def __init__(
@@ -41,46 +65,53 @@ class RayReplicas:
         entry: str = ENTRY,
         preload: tuple[str, ...] = PRELOAD,
     ) -> None:
-        """Prepare; nothing is started before `run`.
+        """Prepare, as `Replicas` does.
 
         Args:
             config: The job's configuration.
             run: The run's directory on this node.
-            progress: Of the job; it takes the lighthouse's news.
+            progress: Of the job.
             emit: Takes each event.
             cluster: Where this process is connected.
             entry: What runs in a rank, as in `ForkServer`.
-            preload: As in `ForkServer`.
+            preload: As in `ForkServer`; the modules of the configuration follow.
         """
-        self._config = config
-        self._run = run
-        self._progress = progress
-        waits = config.timeouts
-        setup = ActorSetup(config.job.name, config.ray, cluster.cwd, entry, preload, waits.boot_s, waits.spawn_s)
+        super().__init__(config, run, progress, emit)
+        waits, modules = config.timeouts, (*preload, *config.preload)
+        setup = ActorSetup(config.job.name, config.ray, cluster.cwd, entry, modules, waits.boot_s, waits.spawn_s)
+        self._node = cluster.node
+        self._status: Any = None  # the actor
         self._hosts = RayHosts(config, run, cluster, setup, emit, self._lost)
-        self._reply: SupervisorReply | None = None  # the newest one
-        self._reporter: Reporter | None = None
-        self._stopping = False
 
     @property
     def end(self) -> JobEnd:
-        end = JobEnd.of(self._reply)
-        return replace(end, wrong=self._hosts.wrong or end.wrong)
+        return replace(super().end, wrong=self._hosts.wrong or super().end.wrong)
 
     async def open(self) -> None:
-        """Do nothing: actors are made once the lighthouse says which replicas are wanted."""
+        """Take the job's name in the cluster; hosts follow once the lighthouse says which replicas are wanted.
+
+        Raises:
+            ConfigError: A running job of the cluster has this name.
+        """
+        options = {
+            "name": actor_name(self._run.name),
+            "num_cpus": 0,
+            "max_restarts": -1,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(self._node, soft=False),
+            "enable_task_events": False,
+        }
+        try:
+            self._status = ray.remote(StatusActor).options(**options).remote(str(self._run.path))
+        except ValueError:
+            allowed = "a name that no running job of this cluster has"
+            raise ConfigError("job.name", self._run.name, allowed) from None
 
     async def run(self, urls: tuple[str, ...]) -> None:
         """Provide hosts until none has a part in the job any more."""
-        config, run, hosts = self._config, self._run, self._hosts
+        waits, hosts = self._config.timeouts, self._hosts
         hosts.urls = urls
-        token, proof = secret.current(run.token), tls.client(config.network)
-        client = LighthouseClient(urls, token, proof, run.lighthouse, REPLY_S)
-        self._reporter = reporter = Reporter("supervisor", client.tell)
-        reporter.start()
-        waits = config.timeouts
         until: float | None = None
-        try:
+        async with self._reporting(LighthouseClient(*reach(self._config, self._run, urls, 0.0))) as client:
             while not hosts.failed:
                 with contextlib.suppress(LighthouseUnreachable):
                     self._take(await client.report(ProcessReport({})))
@@ -93,9 +124,6 @@ class RayReplicas:
                         await hosts.woken.wait()
                 hosts.woken.clear()
             raise hosts.failed[0]
-        finally:
-            await reporter.close()
-            await client.close()
 
     def running(self) -> list[int]:
         return [n for n in range(self._config.slots) if len(self.ranks(n)[1]) == self._hosts.newest(n)[1]]
@@ -106,10 +134,6 @@ class RayReplicas:
     def stay_away(self, replica: int, until_step: int) -> None:
         self._hosts.stay_away(replica, until_step)
 
-    def note(self, event: Row) -> None:
-        if self._reporter is not None:
-            self._reporter.event(event)
-
     def stop(self, number: int) -> None:
         self._stopping = True
         for host in self._hosts.hosts:
@@ -118,6 +142,8 @@ class RayReplicas:
 
     async def close(self) -> None:
         await self._hosts.close()
+        if self._status is not None:
+            ray.kill(self._status)
 
     @property
     def _ending(self) -> bool:
@@ -126,8 +152,7 @@ class RayReplicas:
         return over or self._stopping or bool(self._hosts.wrong)
 
     def _take(self, reply: SupervisorReply) -> None:
-        self._reply = reply
-        self._progress.saw(reply.step, reply.finished, reply.halted)
+        super()._take(reply)
         if not self._ending:
             self._hosts.provide(reply)
 

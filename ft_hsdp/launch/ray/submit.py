@@ -2,7 +2,7 @@
 
 On a node of the cluster, `submit` runs the same job as `up`: this process is a driver of the cluster, and provides
 the job's hosts. From outside, `submit` uses the cluster's Jobs API, and the driver runs on a node of the cluster.
-`status` asks the job's lighthouse, a named actor, from any node of the cluster.
+`status` asks a named actor on the driver's node, from any node of the cluster.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import math
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -27,24 +28,20 @@ from ft_hsdp.address import loopback, unspecified
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, LighthouseUnreachable, Retryable
-from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
-from ft_hsdp.launch.job import JobResources, MakeResources, prepare_data, run_job, start_run
+from ft_hsdp.launch.backend.forkserver import ENTRY
+from ft_hsdp.launch.job import prepare_data, run_job, start_run
 from ft_hsdp.launch.lighthouse_process import check_port
-from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.ray.cluster import (
     KEY,
     NAMESPACE,
-    Cluster,
     ClusterUnreachable,
     check_listening,
     connected,
     destination,
     first_line,
 )
-from ft_hsdp.launch.ray.lighthouse import RayLighthouse, actor_name
 from ft_hsdp.launch.ray.placement import has_room, hosts_of_a_replica
-from ft_hsdp.launch.ray.replicas import RayReplicas
-from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.ray.replicas import RayReplicas, actor_name
 from ft_hsdp.launch.run.status import Status
 from ft_hsdp.launch.run.summary import Summary
 
@@ -252,28 +249,8 @@ def submit(
         check_port(config)
         run = start_run(config)
         output.keep(run.path / "ray.log")
-        return run_job(config, run, cluster_resources(config, run, cluster, entry=entry), stream or sys.stdout)
-
-
-def cluster_resources(
-    config: Config, run: RunDir, cluster: Cluster, *, entry: str = ENTRY, preload: tuple[str, ...] = PRELOAD
-) -> MakeResources:
-    """Return a function that makes what runs a job's replicas and its lighthouse on a cluster.
-
-    Args:
-        config: Of the job.
-        run: The run directory.
-        cluster: Where this process is connected.
-        entry: As in `ForkServer`.
-        preload: As in `ForkServer`.
-    """
-
-    def make(progress: Progress, emit: Callable[[Row], None]) -> JobResources:
-        lighthouse = RayLighthouse(run, cluster.node, emit)
-        modules = (*preload, *config.preload)
-        return JobResources(RayReplicas(config, run, progress, emit, cluster, entry, modules), lighthouse)
-
-    return make
+        replicas = partial(RayReplicas, config, run, cluster=cluster, entry=entry)
+        return run_job(config, run, replicas, stream or sys.stdout)
 
 
 def check(config: Config) -> None:

@@ -3,12 +3,13 @@
 import asyncio
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.job import JobRun, start_run
-from ft_hsdp.launch.local import local_resources, prepare_data
+from ft_hsdp.launch.local import LocalReplicas, prepare_data
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.terminal import Terminal
 
@@ -24,7 +25,7 @@ def train(folder: Path, entry: str, deadline_s: float = 120.0, code: int = 0, **
     prepare_data(config)
     run = start_run(config)
     with Terminal(config, io.StringIO()) as terminal:
-        job = JobRun(config, run, terminal, local_resources(config, run, entry=entry))
+        job = JobRun(config, run, terminal, partial(LocalReplicas, config, run, entry=entry))
         ended, _ = asyncio.run(asyncio.wait_for(job.run(), deadline_s))
     assert ended == code
     return run
