@@ -109,7 +109,7 @@ def soak(beats: int, seconds: float, busy: int) -> tuple[dict[str, Any], list[fl
             found = [at - stopped for at, _, _ in ring.ended.values()]
     finally:
         for process in (*spinners, *ring.members):
-            process.end()
+            process.close()
     heard = [intervals for _, _, intervals in ring.ended.values()]
     every = sorted(i for each in heard for i in each)
     quantiles = (

@@ -250,7 +250,7 @@ def _processes() -> Iterator[list[GroupProcess]]:
     made = [GroupProcess() for _ in range(3)]
     yield made
     for process in made:
-        process.end()
+        process.close()
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def lose(
     for process in rest:
         process.begin(2, names, WITHIN_S)
     assert [p.hear()[0] for p in rest] == [2.0, 2.0]
-    victim.end()
+    victim.close()
     processes.remove(victim)
     return told
 

@@ -132,7 +132,7 @@ class Storm:
         return now
 
     def bury(self, member: Member) -> None:
-        member.end()
+        member.close()
         self.unproxy(member)
         del self.members[member.number]
 

@@ -198,4 +198,4 @@ def test_sigkill_of_a_neighbour(transport: str, when: str) -> None:
             again = [c.all_reduce(x) for c, x in zip(comms, given, strict=True)]
             assert [w.wait(20)[-1].item() for w in again] == [23.0, 23.0]
     finally:
-        victim.end()
+        victim.close()

@@ -264,7 +264,7 @@ def test_no_load_explains_a_stopped_process() -> None:
     """This host claims an overload that would explain a silence of a minute."""
     victim = MemberProcess(12, transport="tcp", timeout_s=MINUTE_S)
     with ExitStack() as stack:
-        stack.callback(victim.end)
+        stack.callback(victim.close)
         stack.enter_context(mock.patch.object(HostSentinel, "stall_s", return_value=MINUTE_S))
         usual = Peer.send_heartbeat
         beats = stack.enter_context(

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from ft_hsdp.state.agent.messages import CompleteSnapshot, Done, Hello, Recall, 
 from ft_hsdp.state.agent.server import AgentListener, main
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.transfer.blocks import SliceName
+from tests.support.forked import Forked
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import (
     DEADLINE_S,
@@ -47,24 +49,23 @@ def agent() -> Iterator[Running]:
         yield running
 
 
+def trainer(pipe: Connection, token: str, rank: int, last: int) -> None:
+    """A rank that writes some snapshots, half of one more, and stays."""
+    agent_helpers.TOKEN = token
+    agent = connect(0, rank)
+    for step in range(1, last + 1):
+        write(agent, step, rank, settle=step < last)
+    array = agent.stage(state(last + 1))
+    assert array is not None
+    array[: len(array) // 2] = content(last + 1, rank)[: len(array) // 2]
+    pipe.send("half")
+    pipe.recv()
+
+
 def test_trainers_are_killed_while_they_write_and_what_was_complete_lives(agent: Running):
-    trainers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.state.agent_trainer", "0", str(rank), str(last)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**environment(), "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for rank, last in ((0, 3), (1, 2))
-    ]
-    for trainer in trainers:
-        assert trainer.stdout is not None
-        assert trainer.stdin is not None
-        assert trainer.stdout.readline() == b"half\n"
-        trainer.send_signal(signal.SIGKILL)
-        trainer.wait(DEADLINE_S)
-        trainer.stdin.close()
-        trainer.stdout.close()
+    for each in [Forked(trainer, TOKEN, rank, last) for rank, last in ((0, 3), (1, 2))]:
+        assert each.hear() == "half"
+        each.close()
     for rank, has in ((0, {2, 3}), (1, {1, 2})):
         assert {step for step in range(1, 5) if agent.serves(step, rank)} == has
     ranks = [connect(0, rank) for rank in (0, 1)]

@@ -1,13 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import select
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,61 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.export import export
 from ft_hsdp.mounts import Ability
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, drafts
-from tests.support.state.durable_side import KEY, Uneven, two_layers
-
-WAIT_S = 90.0
-
-
-class Replica:
-    """Forks ranks that do what they are told."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.support.state.durable_ranks"],
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._line() == "ready"
-
-    def close(self) -> None:
-        """End it; its ranks end with it."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], WAIT_S)
-        assert ready, "the ranks did not answer in time"
-        return self.process.stdout.readline().strip()
-
-    def __call__(self, ranks: int, do: str, folder: Path, more: dict[str, Any] | None = None, **args: Any) -> Any:
-        """What each rank gave, in rank order; ``more`` belongs to the ranks, ``args`` to what they do."""
-        order = {"ranks": ranks, "do": do, "with": {"folder": str(folder), **args}, **(more or {})}
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self._line())
+from tests.support.state.durable_ranks import KEY, Uneven, replica, two_layers
 
 
 @pytest.fixture(scope="module")
-def replica() -> Iterator[Replica]:
-    made = Replica()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def two(replica: Replica, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Steps 1 and 2 of the same state, written by two ranks, and the state's digest. Not to be changed."""
     folder = tmp_path_factory.mktemp("two") / "deep" / "checkpoints"
     saved = replica(2, "save", folder, steps=[1, 2])
@@ -103,7 +51,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_two_ranks_wrote_loads_bitwise_on_any_number(replica, two, ranks) -> None:
+def test_what_two_ranks_wrote_loads_bitwise_on_any_number(two, ranks) -> None:
     folder, digest = two
     answers = replica(ranks, "load", folder, {"seed": 7})
     for each in answers:
@@ -118,7 +66,7 @@ def test_what_two_ranks_wrote_loads_bitwise_on_any_number(replica, two, ranks) -
     assert replica(1, "save", folder, {"seed": 7}, steps=[])[0]["digest"] != digest, "it was not there before"
 
 
-def test_nothing_is_resumed_from_nothing(replica, tmp_path) -> None:
+def test_nothing_is_resumed_from_nothing(tmp_path) -> None:
     assert replica(2, "load", tmp_path / "none") == [{"none": True}] * 2
     (tmp_path / ".writing-step-9-epoch-9-x").mkdir()
     assert replica(1, "load", tmp_path) == [{"none": True}]
@@ -128,7 +76,7 @@ def test_nothing_is_resumed_from_nothing(replica, tmp_path) -> None:
     assert "checkpoint.dir: got" in refused[0]["refused"]
 
 
-def test_a_torn_one_is_passed_over_with_its_reason(replica, two, copy) -> None:
+def test_a_torn_one_is_passed_over_with_its_reason(two, copy) -> None:
     flip(next((copy / "step-2-epoch-1-0-a-0").glob("__1*")), 4000)
     answers = replica(2, "load", copy, {"seed": 7})
     assert [each["state"][1] for each in answers] == [1, 1]
@@ -141,14 +89,14 @@ def test_a_torn_one_is_passed_over_with_its_reason(replica, two, copy) -> None:
         assert "__1_0.distcp" in each["refused"]
 
 
-def test_one_that_vanishes_between_check_and_use_is_passed_over(replica, two, copy) -> None:
+def test_one_that_vanishes_between_check_and_use_is_passed_over(two, copy) -> None:
     answers = replica(2, "load_what_vanishes", copy, {"seed": 7})
     assert [each["digest"] for each in answers] == [two[1]] * 2
     assert [each["state"][1] for each in answers] == [1, 1]
     assert "No such file" in answers[0]["skipped"][0][1]
 
 
-def test_a_pickle_in_a_checkpoint_is_never_run_by_whoever_changed_it(replica, two, copy) -> None:
+def test_a_pickle_in_a_checkpoint_is_never_run_by_whoever_changed_it(two, copy) -> None:
     """Hashes and digest are made anew: only the signature tells, and with trust nothing is unpickled either."""
     for path in copy.iterdir():
         bad = b"cos\nmkdir\n(V" + str(copy / "ran").encode() + b"\ntR."
@@ -163,14 +111,14 @@ def test_a_pickle_in_a_checkpoint_is_never_run_by_whoever_changed_it(replica, tw
     assert not (copy / "ran").exists()
 
 
-def test_other_frozen_weights_are_refused(replica, two) -> None:
+def test_other_frozen_weights_are_refused(two) -> None:
     """On the ranks of the writer and on another number of them alike."""
     for ranks in (2, 3):
         for each in replica(ranks, "load", two[0], {"still": 1}):
             assert "(still differs)" in each["refused"]
 
 
-def test_what_is_exported_is_the_unsharded_model(replica, tmp_path) -> None:
+def test_what_is_exported_is_the_unsharded_model(tmp_path) -> None:
     """Of uneven shards; some are empty."""
     folder, out, base = (tmp_path / name for name in ("checkpoints", "out.safetensors", "base.safetensors"))
     replica(3, "save", folder, steps=[1])
@@ -182,7 +130,7 @@ def test_what_is_exported_is_the_unsharded_model(replica, tmp_path) -> None:
     assert all(torch.equal(made.state_dict()[name], tensor) for name, tensor in wanted.items())
 
 
-def test_what_is_exported_of_tensor_parallel_layers_is_the_whole_model(replica, tmp_path) -> None:
+def test_what_is_exported_of_tensor_parallel_layers_is_the_whole_model(tmp_path) -> None:
     """Meshes of two dimensions, and of fewer ranks than the replica has."""
     folder, out = tmp_path / "checkpoints", tmp_path / "out.safetensors"
     assert [each["kind"] for each in replica(4, "save_on_two_dimensions", folder)] == ["Published"] * 4
@@ -198,14 +146,14 @@ def test_torchs_own_tools_read_it(two, tmp_path) -> None:
     assert state["param.wide"].shape == (7, 8)
 
 
-def test_the_checkpoint_of_another_job_is_refused(replica, two) -> None:
+def test_the_checkpoint_of_another_job_is_refused(two) -> None:
     answers = replica(2, "load", two[0], config_hash="other")
     assert answers[0] == answers[1]
     assert "checkpoints of this configuration" in answers[0]["refused"]
     assert "optim wide.exp_avg differs" in replica(2, "load", two[0], {"width": 9})[1]["refused"]
 
 
-def test_training_goes_on_beside_it_undisturbed(replica, tmp_path) -> None:
+def test_training_goes_on_beside_it_undisturbed(tmp_path) -> None:
     answers = replica(2, "save_beside_training", tmp_path, {"width": 40_000}, count=3)
     assert kinds(answers) == ["Published"] * 3
     assert [each["wrong"] for each in answers] == [0, 0]
@@ -213,7 +161,7 @@ def test_training_goes_on_beside_it_undisturbed(replica, tmp_path) -> None:
     assert names(tmp_path) == ["step-2-epoch-1-0-a-0", "step-3-epoch-1-0-a-0"]
 
 
-def test_ranks_that_ask_at_different_times_publish_the_same(replica, tmp_path) -> None:
+def test_ranks_that_ask_at_different_times_publish_the_same(tmp_path) -> None:
     done = kinds(replica(2, "overtaken", tmp_path))
     assert done[-1] == "Published"
     assert set(done) <= {"Published", "Superseded"}
@@ -223,25 +171,21 @@ def test_ranks_that_ask_at_different_times_publish_the_same(replica, tmp_path) -
 
 
 @pytest.mark.parametrize(("on", "limit"), [(0, 3000), (1, 3000), (0, 20)])
-def test_a_file_that_cannot_grow_fails_it_on_all_ranks_and_the_next_one_works(
-    replica, tmp_path, on, limit
-) -> None:
+def test_a_file_that_cannot_grow_fails_it_on_all_ranks_and_the_next_one_works(tmp_path, on, limit) -> None:
     answers = replica(2, "with_disk_full", tmp_path, on=on, limit=limit)
     assert kinds(answers) == ["Published", "CheckpointNotPublished", "Published"]
     assert answers[0]["outcomes"][1]["reason"] == f"rank {on}: [Errno 27] File too large"
     assert answers[0]["left"] == ["step-1-epoch-1-0-a-0", "step-3-epoch-1-0-a-0"]
 
 
-def test_a_folder_that_is_gone_is_made_again_and_a_file_in_its_place_fails_it(replica, tmp_path) -> None:
+def test_a_folder_that_is_gone_is_made_again_and_a_file_in_its_place_fails_it(tmp_path) -> None:
     answers = replica(2, "with_folder_gone", tmp_path / "deep" / "folder")
     assert kinds(answers) == ["Published", "CheckpointNotPublished", "Published"]
     assert "Not a directory" in answers[1]["outcomes"][1]["reason"]
 
 
 @pytest.mark.parametrize("lacking", [(), tuple(Ability)[:3]])
-def test_a_file_system_without_locks_links_and_fsync_of_folders_takes_checkpoints(
-    replica, tmp_path, lacking
-) -> None:
+def test_a_file_system_without_locks_links_and_fsync_of_folders_takes_checkpoints(tmp_path, lacking) -> None:
     """A draft that is not renewed any more is rubbish there as well: it is of an hour ago."""
     rubbish = tmp_path / ".writing-step-1-epoch-1-9-z-0"
     rubbish.mkdir()
@@ -253,19 +197,19 @@ def test_a_file_system_without_locks_links_and_fsync_of_folders_takes_checkpoint
     assert names(tmp_path) == ["step-1-epoch-1-0-a-0", "step-2-epoch-1-0-a-0"]
 
 
-def test_a_file_system_without_rename_is_refused_at_the_start(replica, tmp_path) -> None:
+def test_a_file_system_without_rename_is_refused_at_the_start(tmp_path) -> None:
     (refused,) = replica(1, "save_on", tmp_path, lacking=[Ability.RENAME])
     assert refused["refused"].startswith("checkpoint.dir: got ")
 
 
-def test_ranks_with_different_states_publish_nothing(replica, tmp_path) -> None:
+def test_ranks_with_different_states_publish_nothing(tmp_path) -> None:
     answers = replica(2, "with_different_states", tmp_path)
     assert kinds(answers) == ["CheckpointNotPublished", "Published"]
     assert "different states" in answers[0]["outcomes"][0]["reason"]
     assert names(tmp_path) == ["step-2-epoch-1-0-a-0"]
 
 
-def test_a_rank_without_memory_for_its_copy_fails_that_checkpoint_alone(replica, tmp_path) -> None:
+def test_a_rank_without_memory_for_its_copy_fails_that_checkpoint_alone(tmp_path) -> None:
     answers = replica(2, "with_no_memory_on_one", tmp_path)
     assert kinds(answers) == ["CheckpointNotPublished", "Published"]
     (reason,) = {answer["outcomes"][0]["reason"] for answer in answers}
@@ -273,7 +217,7 @@ def test_a_rank_without_memory_for_its_copy_fails_that_checkpoint_alone(replica,
     assert names(tmp_path) == ["step-2-epoch-1-0-a-0"]
 
 
-def test_a_rank_that_dies_hangs_nobody(replica, tmp_path) -> None:
+def test_a_rank_that_dies_hangs_nobody(tmp_path) -> None:
     answers = replica(2, "with_a_rank_gone", tmp_path)
     assert answers[1] == {"exit": -9}
     assert kinds(answers) == ["Published", "CheckpointNotPublished", "CheckpointNotPublished"]
@@ -281,7 +225,7 @@ def test_a_rank_that_dies_hangs_nobody(replica, tmp_path) -> None:
     assert names(tmp_path) == ["step-1-epoch-1-0-a-0"]
 
 
-def test_writers_killed_in_a_file_leave_rubbish_that_the_next_start_removes(replica, tmp_path) -> None:
+def test_writers_killed_in_a_file_leave_rubbish_that_the_next_start_removes(tmp_path) -> None:
     assert replica(2, "die_in_a_file", tmp_path) == [{"exit": -9}] * 2
     assert names(tmp_path) == [".writing-step-2-epoch-1-0-a-0", "step-1-epoch-1-0-a-0"]
     assert replica(2, "load", tmp_path)[0]["state"][1] == 1
@@ -289,7 +233,7 @@ def test_writers_killed_in_a_file_leave_rubbish_that_the_next_start_removes(repl
     assert names(tmp_path) == ["step-1-epoch-1-0-a-0"]
 
 
-def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(replica, tmp_path) -> None:
+def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(tmp_path) -> None:
     calls = replica(1, "die_at_call", tmp_path / "0", at=0)[0]["calls"]
     seen = set()
     for at in range(1, calls + 1):
@@ -304,7 +248,7 @@ def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(replica, tmp_path
     assert seen == {1, 2}
 
 
-def test_the_end_waits_for_what_was_asked_for(replica, tmp_path) -> None:
+def test_the_end_waits_for_what_was_asked_for(tmp_path) -> None:
     answers = replica(2, "close_at_once", tmp_path)
     assert kinds(answers) == ["Published", "CheckpointNotPublished", "CheckpointNotPublished"]
     late, ending = (each["reason"] for each in answers[0]["outcomes"][1:])

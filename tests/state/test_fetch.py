@@ -1,14 +1,14 @@
+import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ import pytest
 from ft_hsdp import record_layer
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.state.shared_memory import InMemorySnapshots
 from ft_hsdp.state.transfer import fetch as fetching
 from ft_hsdp.state.transfer import shard_manifest
@@ -32,6 +31,7 @@ from ft_hsdp.state.transfer.fetch import (
 )
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
+from tests.support.forked import Forked
 from tests.support.known import admit
 from tests.support.state.state_helpers import STATE, TOKEN, Snapshot, chunks_of, no_thread, sealed
 from tests.support.tcp_proxy import Proxy
@@ -498,24 +498,29 @@ def test_runs_get_shorter_and_nothing_is_lost() -> None:
     assert chunks.done
 
 
-@contextmanager
-def process(size: int, chunk: int, kill_at: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    command = [sys.executable, "-m", "tests.support.state.donor_process", str(size), str(chunk), str(kill_at)]
-    with subprocess.Popen(
-        command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as donor:
-        try:
-            assert donor.stdout is not None
-            yield donor.stdout.readline().strip(), donor
-        finally:
-            donor.kill()
+def donor_process(pipe: Connection, size: int, chunk: int, kill_at: int) -> None:
+    """A donor that kills itself, without a word, once it has sent that many bytes of data."""
+    sent, sendfile = 0, os.sendfile
+    shard_manifest.CHUNK_BYTES = chunk
+
+    def counted(out: int, fd: int, offset: int, count: int) -> int:
+        nonlocal sent
+        sent += (n := sendfile(out, fd, offset, min(count, kill_at - sent)))
+        if sent >= kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return n
+
+    os.sendfile = counted
+    pipe.send(StateServer("127.0.0.1", 0, source_of(sealed(size=size)[0]), TOKEN).address)
+    pipe.recv()
 
 
 def test_a_donor_that_is_killed_in_the_middle_is_resumed_from_not_restarted(monkeypatch) -> None:
     size, chunk = 1 << 20, 1 << 16
     chunks_of(monkeypatch, chunk)
     honest, _ = sealed(size=size)
-    with process(size, chunk, kill_at=chunk * 5 + 100) as (address, donor):
+    with closing(Forked(donor_process, size, chunk, chunk * 5 + 100)) as donor:
+        address = donor.hear()
         killed = threading.Event()
 
         def after(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
@@ -531,7 +536,7 @@ def test_a_donor_that_is_killed_in_the_middle_is_resumed_from_not_restarted(monk
         with evil(after) as other:
             got, data, told = run([address, other], deadline_s=20, wanted=expected(honest))
         waiter.join()
-        assert donor.returncode == -signal.SIGKILL
+        assert donor.wait(20) == -signal.SIGKILL
     assert isinstance(got, FetchedBlob)
     assert data == bytes(honest.data)
     assert told.who == [0]

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ft_hsdp.errors import ConfigError
@@ -15,19 +16,84 @@ from ft_hsdp.train.fsdp import param_groups
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, parts_of
 from ft_hsdp.train.fsdp.frozen import content_digest
 from ft_hsdp.train.fsdp.frozen import tensors as beside_the_state
+from ft_hsdp.train.fsdp.param_groups import plain_name
 from tests.compatibility.cases import tail_as_a_list
 from tests.compatibility.models import Block, Decoder
+from tests.support.forked import of_kinds
 from tests.support.refused import refused
-from tests.support.state.shapes import KINDS, once, twice
-from tests.support.state.started_ranks import rows_by_kind
+from tests.support.state.shapes import KINDS, Kind, once, twice
+from tests.support.train.meter import Meter
 
 RANKS = 2
-DEADLINE_S = 150.0
+
+
+def built(kind: Kind) -> Any:
+    torch.manual_seed(0)
+    return kind.make()
+
+
+def wanted(kind: Kind, seeds: list[int]) -> dict[str, torch.Tensor]:
+    """The mean over the ranks of the gradients of the model that is not sharded."""
+    model = built(kind)
+    trained = {plain_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    totals = {name: torch.zeros_like(param, dtype=kind.reduced) for name, param in trained.items()}
+    for rank in range(RANKS):
+        grads = {name: torch.zeros_like(total) for name, total in totals.items()}
+        for seed in seeds:
+            kind.loss(model, seed + 100 * rank).backward()
+            for name, param in trained.items():
+                grads[name] += 0 if param.grad is None else param.grad
+            model.zero_grad()
+        totals = {name: totals[name] + grad for name, grad in grads.items()}
+    return {name: (total / RANKS).float() for name, total in totals.items()}
+
+
+def adopt_kind(name: str) -> dict[str, Any]:
+    kind = KINDS[name]
+    model = built(kind)
+    kind.shard(model, init_device_mesh("cpu", (RANKS,)))
+    seen: list[tuple[int, torch.Tensor]] = []
+    adopted = AdoptedModel(model, RANKS, lambda i, flat: seen.append((i, flat)), find_unused=kind.unused)
+    meter: Any = Meter()
+    worst, early = 0.0, 0
+    for step in range(3):
+        adopted.watch(meter if step == 1 else None)
+        seeds = [step] if step < 2 else [2, 3]
+        seen.clear()
+        for seed in seeds:
+            adopted.sync(seed == seeds[-1])
+            kind.loss(model, seed + 100 * dist.get_rank()).backward()
+        early = len(seen)
+        adopted.finish()
+        assert sorted(i for i, _ in seen) == list(range(len(adopted.sizes))), [i for i, _ in seen]
+        flats = [flat for _, flat in sorted(seen, key=lambda each: each[0])]
+        assert tuple(flat.numel() for flat in flats) == adopted.sizes
+        assert all(flat.dtype == torch.float32 for flat in flats)
+        adopted.assign(flats)
+        right = wanted(kind, seeds)
+        assert right.keys() == adopted.params.keys(), right.keys() ^ adopted.params.keys()
+        for key, param in adopted.params.items():
+            if kind.unused and param.grad is None:
+                assert not right[key].any(), f"{key} was used"
+                continue
+            assert param.grad is not None
+            assert param.grad.dtype == param.dtype
+            got = param.grad.full_tensor().float()  # type: ignore[attr-defined]
+            worst = max(worst, float((got - right[key].to(param.dtype).float()).abs().max()))
+        adopted.clear()
+    names = {id(p): n for n, p in adopted.params.items()}
+    return {
+        "worst": worst,
+        "sizes": adopted.sizes,
+        "early": early,
+        "communications": [meter.told.count(what) for what in ("begin", "end")],
+        "buckets": [[names[id(p)] for p in b.params] for b in adopted.buckets],
+    }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return rows_by_kind("adopting_ranks", RANKS, tmp_path_factory.mktemp("adopt"), DEADLINE_S)
+def found() -> dict[str, list[dict[str, Any]]]:
+    return of_kinds(RANKS, adopt_kind, KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

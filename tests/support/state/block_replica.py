@@ -15,7 +15,7 @@ from ft_hsdp.state.replica_group import Failed
 from ft_hsdp.train.state.block_store import BlockStore, SubmittedBlocks
 from ft_hsdp.train.state.snapshots import AgentHome
 from tests.support.state import agent_helpers
-from tests.support.state.agent_helpers import DEADLINE_S, TOKEN
+from tests.support.state.agent_helpers import DEADLINE_S
 
 BLOCKS, BLOCK_BYTES = 1000, 24
 DATA = np.random.default_rng(0).integers(0, 256, (BLOCKS, BLOCK_BYTES), dtype=np.uint8)
@@ -54,7 +54,7 @@ class Rank:
         self.config = SimpleNamespace(timeouts=timeouts, memory=MemoryConfig(budget_gb=budget_gb))
 
     def agent_home(self, caller: str) -> AgentHome | None:
-        return None if self.alone else AgentHome(TOKEN, 0, self.rank, self.ranks, None, self.host)
+        return None if self.alone else AgentHome(agent_helpers.TOKEN, 0, self.rank, self.ranks, None, self.host)
 
     def note_event(self, event: str, reason: str, **facts: object) -> None:
         self.events.append((event, reason, facts))

@@ -1,20 +1,11 @@
-"""Ranks of a replica for the tests of checkpoints: this process imports torch once and forks them.
+"""Ranks of a replica for the tests of checkpoints: a live state, and what is done with it."""
 
-Reads lines of JSON, {"ranks": W, "do": NAME, ...}, and answers each with what the ranks gave, in rank order: the
-JSON of what the function returned, or {"exit": how it ended}.
-"""
-
-import ctypes
-import json
 import os
 import resource
 import shutil
 import signal
-import sys
-import tempfile
-import threading
 import time
-import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.filesystem as torch_files
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ft_hsdp.core.ledger import Ledger
@@ -32,13 +25,103 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.mounts import Ability
 from ft_hsdp.state.checkpoint import catalog, drafts
 from ft_hsdp.state.checkpoint.catalog import resume
-from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header
+from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header, Outcome, Published
+from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.transfer.shard_manifest import Layout
+from ft_hsdp.train.fsdp import frozen
+from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, shard
+from ft_hsdp.train.optimizer.creation import create_state
+from ft_hsdp.train.optimizer.groups import tensors
 from ft_hsdp.train.state import packing
+from ft_hsdp.train.state.packing import state_digest
+from tests.support.forked import of_ranks
 from tests.support.os_faults import poor
-from tests.support.state.durable_side import HYPER, KEY, VALUES, Side, header, told, two_layers
 
+KEY = b"operator's key"
+VALUES: dict[str, dict[str, Any]] = {"ema": {"steps": 3, "best": [0.5, None]}}
+HYPER = ({"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-08, "foreach": None},)
 WAIT_S = 60.0
+
+
+class Uneven(nn.Module):
+    """Parameters of 7, 1, 5 and 2 rows: with three ranks most have uneven shards and some have empty ones.
+
+    One more is frozen, with values of a seed of its own.
+    """
+
+    def __init__(self, seed: int, width: int, frozen: int = 0) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.wide = nn.Parameter(torch.randn(7, width, generator=g))
+        self.one = nn.Parameter(torch.randn(1, generator=g))
+        self.deep = nn.Parameter(torch.randn(5, 3, 2, generator=g))
+        self.two = nn.Parameter(torch.randn(2, 4, generator=g))
+        g.manual_seed(frozen)
+        self.still = nn.Parameter(torch.randn(5, 2, generator=g), requires_grad=False)
+
+
+def two_layers() -> nn.Module:
+    """Two layers for tensor parallelism, of sizes that four ranks do not share evenly, and a norm."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7), nn.LayerNorm(7))
+
+
+class Side:
+    """A rank's live state: an FSDP2 model and AdamW, filled from a seed."""
+
+    def __init__(self, ranks: int, seed: int = 0, width: int = 8, still: int = 0) -> None:
+        model = Uneven(seed, width, still)
+        shard(model, [], init_device_mesh("cpu", (ranks,)))
+        sharded = AdoptedModel(model, ranks, lambda _, __: None)
+        optimizer = torch.optim.AdamW(sharded.params.values(), lr=0.1)
+        create_state(optimizer)
+        self.params = sharded.params
+        self.optim = tensors(optimizer, {id(p): n for n, p in sharded.params.items()})
+        for at, tensor in enumerate(self.optim.values()):  # alike on any number of ranks
+            whole = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed * 1000 + at))
+            mine = packing.local(tensor)
+            first = _first_row(tensor) if isinstance(tensor, DTensor) else 0
+            mine.copy_(whole[first : first + mine.shape[0]] if isinstance(tensor, DTensor) else whole)
+        # State of the user: averages of the weights, and a plain tensor that is alike on all ranks.
+        self.user = {f"ema/{n}": p.detach() * 2 for n, p in self.params.items()}
+        self.user["ema/decay"] = torch.tensor([seed * 1.5, 0.5])
+        self.layout = Layout.of(self.params, self.optim, self.user)
+        self.ranks = ReplicaGroup(timeout_s=60.0)
+        self.made: list[Checkpointer] = []
+        self.frozen = frozen.described(frozen.tensors(model), self.ranks)
+
+    def packed(self) -> torch.Tensor:
+        buffer = torch.empty(self.layout.nbytes, dtype=torch.uint8)
+        live = [*self.params.values(), *self.optim.values(), *self.user.values()]
+        packing.pack(self.layout, live, buffer)
+        return buffer
+
+    def digest(self) -> str:
+        return state_digest(self.params, self.optim, HYPER, self.user)
+
+    def checkpointer(self, folder: str, keep: int = 2) -> Checkpointer:
+        about = CheckpointOrigin("0-a-0", 3, "hash", {"model": {"dim": 8}}, frozen=self.frozen)
+        live = self.params, self.optim
+        made = Checkpointer(Path(folder), keep, KEY, about, self.layout, *live, self.ranks, self.user)
+        self.made.append(made)
+        return made
+
+
+def _first_row(tensor: DTensor) -> int:
+    """Where this rank's rows begin: torch.chunk's rule."""
+    size = -(-tensor.shape[0] // tensor.device_mesh.size())
+    return min(size * tensor.device_mesh.get_local_rank(), tensor.shape[0])
+
+
+def header(step: int, epoch: int = 1) -> Header:
+    return Header(StateId(epoch, step, f"{step:032x}"), Ledger((step, 2 * step, 5)), HYPER, VALUES)
+
+
+def told(outcome: Outcome) -> dict[str, Any]:
+    kind = type(outcome).__name__
+    reason = getattr(outcome, "reason", "")
+    removed = list(outcome.removed) if isinstance(outcome, Published) else []
+    return {"kind": kind, "step": outcome.state.step, "reason": reason, "removed": removed}
 
 
 def written(side: Side, checkpointer: Checkpointer, *headers: Header) -> list[dict[str, Any]]:
@@ -276,46 +359,15 @@ def load_what_vanishes(side: Side, folder: str) -> Any:
     return load(side, folder)
 
 
-def rank_main(rank: int, order: dict[str, Any], place: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(1, signal.SIGKILL)
-    dist.init_process_group("gloo", init_method=f"file://{place / 'store'}", rank=rank, world_size=order["ranks"])
-    side = Side(order["ranks"], order.get("seed", 0), order.get("width", 8), order.get("still", 0))
-    found = globals()[order["do"]](side, **order["with"])
+def replica(ranks: int, do: str, folder: Path, made: dict[str, int] | None = None, **arguments: Any) -> list[Any]:
+    """What each rank gives that does something, in rank order; ``made`` is for its `Side`."""
+    return of_ranks(ranks, _work, do, str(folder), made or {}, arguments, timeout_s=90.0)
+
+
+def _work(do: str, folder: str, made: dict[str, int], arguments: dict[str, Any]) -> Any:
+    warnings.simplefilter("error")
+    side = Side(dist.get_world_size(), **made)
+    found = globals()[do](side, folder, **arguments)
     for each in side.made:
         each.close()
-    (place / str(rank)).write_text(json.dumps(found))
-
-
-def answer(order: dict[str, Any]) -> list[Any]:
-    """Fork the ranks and wait for all of them."""
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        pids = []
-        for rank in range(order["ranks"]):
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    rank_main(rank, order, place)
-                    os._exit(0)
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-            pids.append(pid)
-        ends = [os.waitpid(pid, 0)[1] for pid in pids]
-        return [
-            json.loads((place / str(r)).read_text()) if end == 0 else {"exit": os.waitstatus_to_exitcode(end)}
-            for r, end in enumerate(ends)
-        ]
-
-
-if __name__ == "__main__":
-    import torch._dynamo  # imported by FSDP2's first use: once, here, and not in every rank
-
-    assert threading.active_count() == 1, "forked with threads"
-    torch.set_num_threads(1)
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps(answer(json.loads(line))) + "\n")
-        sys.stdout.flush()
+    return found

@@ -1,24 +1,23 @@
 """A store of blocks: agents are processes, the ranks of a replica are threads that exchange bytes."""
 
-import json
+import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ft_hsdp
 from ft_hsdp.errors import ConfigError, Retryable
-from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.memory.blocks import first_hosts, share
 from ft_hsdp.state.agent import client
 from ft_hsdp.state.agent.client import BlockAgent
@@ -27,6 +26,7 @@ from ft_hsdp.state.transfer.donor_connection import Answer, DonorConnection
 from ft_hsdp.train.state.block_data import BlockData, BlockReader
 from ft_hsdp.train.state.block_store import BlockStore, SubmittedBlocks
 from ft_hsdp.train.state.block_submission import COPY_BYTES_PER_S, COPY_S, BlockHolders
+from tests.support.forked import of_ranks
 from tests.support.refused import refused
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import TOKEN
@@ -247,18 +247,35 @@ def test_hosts_that_hold_slices_of_another_cut_count_as_empty() -> None:
     assert known.holders == {}, "no store of these data is cut like that"
 
 
+def submitted(token: str, killed: int | None) -> dict[str, Any]:
+    """What a rank of four sees. The killed one has memory for a slice then, and begins to read another."""
+    agent_helpers.TOKEN = token
+    rank, read = dist.get_rank(), list[tuple[int, int]]()
+    store = store_of(Rank(rank, 4, "ab"[rank // 2], None))
+
+    def source(first: int, end: int) -> np.ndarray:
+        if rank == killed and read:
+            os.kill(os.getpid(), signal.SIGKILL)
+        read.append((first, end))
+        return DATA[first:end]
+
+    try:
+        done = asdict(store.submit(source))
+    except Retryable as error:
+        return {"error": str(error), "source": sum(b - a for a, b in read)}
+    first, end = store.share()
+    right = np.array_equal(store.load([(first, end)]), DATA[first:end])
+    return {**done, "right": right, "source": sum(b - a for a, b in read)}
+
+
 @pytest.mark.proof
-def test_a_rank_that_is_killed_in_a_submission_costs_no_slice_that_is_complete(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_in_a_submission_costs_no_slice_that_is_complete() -> None:
     with hosts("a", "b"):
-        command = [sys.executable, "-m", "tests.support.state.submitting_ranks", str(tmp_path)]
-        env = environment() | {"FT_HSDP_TOKEN": TOKEN}
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-        rows = [json.loads(line) for line in ended.stdout.splitlines()]
-        first = {row["rank"]: row for row in rows if row["life"] == 1}
-        second = [row for row in rows if row["life"] == 2]
-        assert first.keys() == {0, 1, 3}, ended.stderr
+        lives = [of_ranks(4, submitted, TOKEN, killed) for killed in (2, None)]
+        assert lives[0][2] == {"exit": -signal.SIGKILL}
+        first = {rank: row for rank, row in enumerate(lives[0]) if rank != 2}
+        second = lives[1]
         assert all("the blocks of points are not in memory: " in row["error"] for row in first.values())
-        assert sorted(row["rank"] for row in second) == [0, 1, 2, 3], ended.stderr
         assert all(row["right"] for row in second)
         (done,) = {(row["copies"], row["read"], row["copied"], row["kept"]) for row in second}
         kept = sum(row["source"] for row in first.values())
