@@ -9,6 +9,7 @@ import pytest
 
 from ft_hsdp.launch.run.directory import RunDir, read_jsonl
 from ft_hsdp.launch.run.verify import verify
+from tests.support.framework_job import changed_lines
 from tests.support.torchrun_job import ROOT, TorchrunJob, check
 
 MARK = "# FT"
@@ -53,6 +54,17 @@ def test_ten_lines_of_a_plain_loop_change() -> None:
     marked = [line.removesuffix(MARK).rstrip() for line in lines if line.endswith(MARK)]
     assert marked == [line for line in after if line not in before]
     assert len(marked) <= 10
+
+
+@pytest.mark.parametrize(
+    ("example", "script", "most"),
+    [
+        *((example, "", 10) for example in ("accelerate", "fabric", "ray_train", "torchtitan")),
+        *(("transformers", script, 8) for script in ("", "sft_")),
+    ],
+)
+def test_few_lines_change_for_a_trainer(example: str, script: str, most: int) -> None:
+    assert 0 < changed_lines(example, f"{script}plain.py", f"{script}train.py") <= most
 
 
 def _code(page: str, heading: str) -> list[str]:

@@ -3,22 +3,18 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.framework_job import COUNTING, ExampleJob, Page, changed_lines, check_kill
+from tests.integrations.stub import Stub
+from tests.support.framework_job import COUNTING, ExampleJob, Page, check_kill
 from tests.support.refused import refused
 from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = pytest.mark.integration
 STEPS, AT, VICTIM = 150, 40, 1
-
-
-def test_few_lines_change() -> None:
-    assert changed_lines("accelerate") <= 10
 
 
 def test_the_page_word_for_word(tmp_path: Path) -> None:
@@ -42,32 +38,6 @@ def test_the_weights_are_those_of_our_own_loop(tmp_path: Path) -> None:
 
 
 # What is refused: one rank, without a job.
-
-
-class Stub(SimpleNamespace):
-    """What an accelerator and a loader ask of a job, for a job of one rank that commits a step for each batch."""
-
-    steps_per_epoch = 3
-
-    def __init__(self, steps: int = 3) -> None:
-        config = SimpleNamespace(train=SimpleNamespace(steps=steps, accumulate=1))
-        super().__init__(ranks=1, device=torch.device("cpu"), step=0, config=config, committed=[], logged=[])
-
-    def adopt(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model
-
-    def log(self, values: dict[str, float], step: int | None) -> None:
-        self.logged.append((values, step))
-
-    def optimizer(self, optimizers: list[Any], schedule: object) -> Any:
-        self.given = (list(optimizers), schedule)
-        self.wrapped = SimpleNamespace(step=lambda loss: self.committed.append(loss))
-        return self.wrapped
-
-    def __iter__(self) -> Iterator[int]:
-        while self.step < self.config.train.steps:
-            yield self.step
-            self.step += 1
 
 
 @pytest.fixture
@@ -114,7 +84,7 @@ def test_fsdp_of_another_version_is_refused() -> None:
 def test_what_would_change_one_replica_alone_is_refused(tmp_path: Path) -> None:
     from torch.distributed.fsdp import FSDPModule
 
-    job: Any = Stub()
+    job: Any = Stub(steps=3)
     accelerator = accelerated(job, max_norm=1.0, step_scheduler_with_optimizer=False)
     model = torch.nn.Linear(4, 4)
     inner = torch.optim.AdamW(model.parameters())

@@ -2,23 +2,18 @@
 
 import pickle
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.framework_job import COUNTING, Page, changed_lines, check_kill, check_weights
+from tests.integrations.stub import Stub
+from tests.support.framework_job import COUNTING, Page, check_kill, check_weights
 from tests.support.refused import refused
 
 pytestmark = pytest.mark.integration
 STEPS, VICTIM = 90, 1
-
-
-def test_few_lines_change() -> None:
-    assert changed_lines("fabric") <= 10
 
 
 # The page word for word is two tests, which run at the same time.
@@ -41,38 +36,6 @@ def test_other_runs_of_the_page_have_the_weights_of_our_own_loop(tmp_path: Path)
 
 
 # What is refused: one rank, without a job.
-
-
-class Stub(SimpleNamespace):
-    """What a strategy and a loader ask of a job, for a job of one rank."""
-
-    def __init__(self, ranks: int = 1, steps: int = 6) -> None:
-        config = SimpleNamespace(train=SimpleNamespace(steps=steps, accumulate=1))
-        super().__init__(
-            ranks=ranks, data_ranks=ranks, device=torch.device("cpu"), step=0, config=config, committed=[]
-        )
-
-    def adopt(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model
-
-    def optimizer(self, optimizers: list[Any], schedule: object) -> Any:
-        self.given = (list(optimizers), schedule)
-        self.wrapped = SimpleNamespace(step=lambda loss: self.committed.append(loss))
-        return self.wrapped
-
-
-class Batches:
-    """A loader of a job that commits one step for each batch."""
-
-    steps_per_epoch = 3
-
-    def __init__(self, job: Stub) -> None:
-        self.job = job
-
-    def __iter__(self) -> Iterator[int]:
-        while self.job.step < self.job.config.train.steps:
-            yield self.job.step
-            self.job.step += 1
 
 
 def launched(job: Stub, **settings: Any) -> tuple[Any, Any]:
@@ -136,7 +99,7 @@ def test_what_would_change_one_replica_alone_is_refused(tmp_path: Path) -> None:
     refused(lambda: fabric.no_backward_sync(model, enabled=True), "train.accumulate")
     with fabric.no_backward_sync(model, enabled=False):
         pass
-    loader = strategy.setup_dataloader(Batches(job))
+    loader = strategy.setup_dataloader(job)
     stranger = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(torch.nn.Linear(1, 1).parameters()))
     refused(lambda: strategy.setup_scheduler(stranger), "scheduler of an optimizer")
     for _ in loader:
@@ -158,7 +121,7 @@ def test_a_scheduler_that_the_job_does_not_know_is_refused() -> None:
     model = fabric.setup_module(torch.nn.Linear(4, 4))
     adam = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
     scheduler = torch.optim.lr_scheduler.ConstantLR(adam)
-    loader = strategy.setup_dataloader(Batches(job))
+    loader = strategy.setup_dataloader(job)
     refused(lambda: next(iter(loader)), "setup_scheduler")
     assert strategy.setup_scheduler(scheduler) is scheduler
     assert next(iter(loader)) == 0
@@ -171,7 +134,7 @@ def test_several_optimizers_commit_together() -> None:
     fabric, strategy = launched(job)
     model = fabric.setup_module(torch.nn.Linear(4, 4))
     one, two = fabric.setup_optimizers(torch.optim.SGD([model.weight]), torch.optim.AdamW([model.bias]))
-    for _ in strategy.setup_dataloader(Batches(job)):
+    for _ in strategy.setup_dataloader(job):
         two.step()
         refused(two.step, "each of the 2 optimizers")
         assert len(job.committed) == job.step
@@ -199,13 +162,12 @@ def test_files_hold_the_whole_model_and_are_put_in_place_at_once(tmp_path: Path)
 
 @pytest.mark.usefixtures("group")
 def test_what_fabric_logs_reaches_the_job() -> None:
-    job, logged = Stub(), []
-    job.log = lambda values, step: logged.append((values, step))
+    job = Stub()
     fabric, strategy = launched(job)
     fabric.loggers.append(strategy.logger)
     fabric.log("eval_loss", torch.tensor(0.5), step=3)
     fabric.log_dict({"a": 1.0, "b": 2.0})
-    assert logged == [({"eval_loss": 0.5}, 3), ({"a": 1.0, "b": 2.0}, None)]
+    assert job.logged == [({"eval_loss": 0.5}, 3), ({"a": 1.0, "b": 2.0}, None)]
     refused(lambda: strategy.logger.log_hyperparams({"lr": 1.0}), "log_hyperparams")
 
 
