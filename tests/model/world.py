@@ -176,6 +176,13 @@ class World(NamedTuple):
     false: tuple[StateId, ...] = ()  # the states in its wrong reports
 
 
+COUNTERS = (
+    *("deaths", "pauses", "restarts", "wipes", "breaks", "lapses", "flips", "drains", "leaves", "doubles"),
+    *("copies", "shortages", "exiles", "tears", "losses", "returns", "lies"),
+)
+"""What may still happen so often: a bound, and what is left of it in a world."""
+
+
 def first(b: Bounds, replicas: tuple[int, ...], content: int, lighthouse: int) -> World:
     """Return the world in which nothing has happened.
 
@@ -202,25 +209,9 @@ def first(b: Bounds, replicas: tuple[int, ...], content: int, lighthouse: int) -
         late=frozenset(),
         commits=frozenset(),
         flipped=frozenset(),
-        deaths=b.deaths,
-        pauses=b.pauses,
-        restarts=b.restarts,
-        wipes=b.wipes,
-        breaks=b.breaks,
-        lapses=b.lapses,
-        flips=b.flips,
-        drains=b.drains,
-        leaves=b.leaves,
-        doubles=b.doubles,
-        copies=b.copies,
-        shortages=b.shortages,
-        exiles=b.exiles,
-        tears=b.tears,
         widths=tuple((width,) for width in widths),
         left=widths,
-        losses=b.losses,
-        returns=b.returns,
-        lies=b.lies,
+        **{name: getattr(b, name) for name in COUNTERS},
     )
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.trace import trace, write
+from tests.support.launch import launch_rows
 
 T = 1_700_000_000.0
 REQUIRED = {"X": {"dur"}, "i": {"s"}, "C": {"args"}, "M": {"args"}}
@@ -22,25 +23,8 @@ METADATA = {"process_name": "name", "thread_name": "name"} | dict.fromkeys(
 
 
 def commit(step: int, t: float, **other: Any) -> dict[str, Any]:
-    row = {
-        "t": T + t,
-        "step": step,
-        "epoch": 1,
-        "attempt": 0,
-        "lineage": f"l{step}",
-        "prev": f"l{step - 1}",
-        "contributors": [0, 1],
-        "units": 6,
-        "loss": 2.0,
-        "lr": 0.1,
-        "step_s": 1.0,
-        "waits": {"quorum": 0.0, "ftar": 0.25, "commit": 0.125},
-        "ftar_bytes": 10,
-        "ftar_s": 0.5,
-        "tokens": 8,
-        "role": "contribute",
-    }
-    return {**row, **other}
+    waits = {"quorum": 0.0, "ftar": 0.25, "commit": 0.125}
+    return launch_rows.commit(step, t=T + t, **{"who": (0, 1), "units": 6, "loss": 2.0, "waits": waits, **other})
 
 
 def event(

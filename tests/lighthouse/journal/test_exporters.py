@@ -17,27 +17,16 @@ from lighthouse.journal import exporters
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.exporters import CurveSink, Point, TensorBoardSink, WandbSink
 from lighthouse.overview.overview import JournalEntry
+from tests.support.launch.launch_rows import commit
 from tests.support.waiting import until
 
 TAGS = ("loss", "lr", "lr_scale", "step_s", "healthy", "units", "units_wanted", "gbps", "tokens_per_s")
 
 
 def row(step: int, **other: Any) -> dict[str, Any]:
-    return {
-        "t": 1000.0 + step,
-        "step": step,
-        "contributors": [0, 2],
-        "units": 12,
-        "units_wanted": 16,
-        "loss": 4.0 / step,
-        "lr": 0.25,
-        "lr_scale": 0.5,
-        "step_s": 2.0,
-        "ftar_bytes": 3_000_000_000,
-        "ftar_s": 1.5,
-        "tokens": 512,
-        **other,
-    }
+    figures = {"loss": 4.0 / step, "lr": 0.25, "lr_scale": 0.5, "step_s": 2.0, "units": 12, "units_wanted": 16}
+    moved = {"ftar_bytes": 3_000_000_000, "ftar_s": 1.5, "tokens": 512}
+    return {**commit(step, who=(0, 2)), **figures, **moved, **other}
 
 
 def records(file: Path) -> Iterator[Any]:

@@ -29,6 +29,7 @@ from lighthouse.quorum.state import Agreement, LighthouseState, Policy, with_vie
 from lighthouse.quorum.transition import transition
 from lighthouse.service import Service
 from lighthouse.store import FORMAT, Rows, Store, StoreFailed
+from tests.support.launch.launch_rows import commit
 from tests.support.waiting import async_until
 
 TOKEN = "5e" * 32
@@ -77,34 +78,11 @@ def record(before: StateId, epoch: int, attempt: int = 0, digest: str = "sum") -
     return CommitRecord(epoch, attempt, before.step + 1, before.lineage, (0, 1), 3, put, digest)
 
 
-def commit_row(step: int, replica: int = 0, **changes: Any) -> dict[str, Any]:
-    return {
-        "t": NOW + step,
-        "step": step,
-        "epoch": 1,
-        "attempt": 0,
-        "lineage": f"{step:032x}",
-        "prev": f"{step - 1:032x}",
-        "ring": [0, 1, 2],
-        "contributors": [0, 1, 2],
-        "contributions": [{"replica": 0, "weight": 1}],
-        "digest": "d" * 32,
-        "cursors": [step] * 3,
-        "holes": [],
-        "loss": 2.5,
-        "lr": 0.1,
-        "lr_scale": 1.0,
-        "norm": 1.0,
-        "total": 3,
-        "step_s": 1.0,
-        "waits": {"ftar": 0.1, "commit": 0.01},
-        "ftar_bytes": 2_000_000_000,
-        "ftar_s": 0.5,
-        "tokens": 300,
-        "incarnation": f"{replica}-a-0",
-        "role": "contribute",
-        **changes,
-    }
+def commit_row(step: int, replica: int = 0, **changes: Any) -> Row:
+    """A row of commits.jsonl as telemetry tells it: with lineages that the journal takes, of a certain rate."""
+    figures = {"loss": 2.5, "waits": {"ftar": 0.1, "commit": 0.01}, "ftar_bytes": 2_000_000_000, "ftar_s": 0.5}
+    names = {"lineage": f"{step:032x}", "prev": f"{step - 1:032x}", "incarnation": f"{replica}-a-0"}
+    return commit(step, **{"t": NOW + step, "tokens": 300, **figures, **names, **changes})
 
 
 def report(replica: int, state: StateId = START, life: int = 0, **fields: Any) -> Report:
