@@ -2,11 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.units import Places, UnitPolicy, deal, head, joined, redeal, size
-
-
-def numbers(places: Places) -> list[int]:
-    return [p for first, count in places for p in range(first, first + count)]
+from ft_hsdp.core.units import Places, UnitPolicy, deal, head, joined, redeal
 
 
 def constant(replicas: int, accumulate: int, cap: int = 10**6) -> UnitPolicy:
@@ -63,32 +59,6 @@ def test_with_data_shards_of_their_own_all_begin_at_the_first_place() -> None:
     before: dict[int, Places] = {0: ((0, 3),), 1: ((0, 3),)}
     assert redeal(before, {0: 4, 2: 4}, shared=False, refill=False)[0] == {0: ((0, 3),), 2: ((0, 4),)}
     assert redeal(before, {0: 6}, shared=False, refill=True)[0] == {0: ((0, 6),)}
-
-
-memberships = st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=5)
-
-
-@given(st.integers(1, 6), st.integers(1, 5), st.sampled_from([1, 2]), st.booleans(), st.booleans(), memberships)
-def test_no_two_that_live_ever_hold_one_unit(replicas, accumulate, ranks, shared, refill, members) -> None:
-    """Through any memberships on one state: what a member may have trained is dealt to no other."""
-    policy, before, dealt = constant(replicas, accumulate), dict[int, Places](), 0
-    for ids in members:
-        counts = {r: n * ranks for r, n in zip(sorted(ids), policy.shares([1] * len(ids)), strict=True)}
-        if before:
-            after, dealt = redeal(before, counts, shared, refill, dealt)
-        else:
-            after = dict(zip(counts, deal(counts.values(), shared), strict=True))
-        every = [p for places in after.values() for p in numbers(places)]
-        assert not shared or len(every) == len(set(every))
-        for replica, places in after.items():
-            assert list(after) == list(counts)
-            assert size(places) <= counts[replica]
-            assert size(places) == counts[replica] or (not refill and replica in before)
-            old, new = numbers(before.get(replica, ())), numbers(places)
-            assert all(a == b for a, b in zip(old, new, strict=False)), "it goes on where it was"
-            others = {p for r, held in before.items() if r in counts and r != replica for p in numbers(held)}
-            assert not shared or not others & set(new)
-        before = after
 
 
 def test_runs_of_places_are_cut_and_joined() -> None:

@@ -192,20 +192,6 @@ async def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:
     assert job.nothing_runs()
 
 
-async def test_a_lighthouse_that_dies_comes_back_at_its_address(tmp_path: Path) -> None:
-    job = Fake(tmp_path)
-    (job.run.path / "hold").touch()
-    going = asyncio.create_task(job.go())
-    await async_until(lambda: job.run.lighthouse.exists() and job.run.replicas(), "the start")
-    before = read_json(job.run.lighthouse)
-    os.kill(before["pid"], signal.SIGKILL)
-    await async_until(lambda: read_json(job.run.lighthouse)["pid"] != before["pid"], "the new one")
-    assert read_json(job.run.lighthouse)["url"] == before["url"]
-    (job.run.path / "hold").unlink()
-    assert (await going)[0] == 0
-    assert [e.get("over", False) for e in job.events("LighthouseExited")] == [False, True]
-
-
 async def test_a_lighthouse_that_does_not_start_is_one_line(tmp_path: Path) -> None:
     job = Fake(tmp_path)
     job.lighthouse = "no_lighthouse_today"

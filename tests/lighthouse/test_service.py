@@ -142,22 +142,6 @@ async def test_a_store_that_fails_at_a_tick_is_tried_again(monkeypatch, caplog):
     assert "lighthouse store: full" in caplog.text
 
 
-async def test_an_order_to_evict_stands_until_the_exit_is_reported():
-    service, rows = make_service(silence_grace_s=0.05, evict_s=0.1)
-    service.processes(ProcessReport({0: name(0), 1: name(1)}))
-    await granted(service, 0, 1)
-    await service.ask(ask(0, epoch=1, after=1))
-    await asyncio.sleep(0.3)
-    for _ in range(2):
-        service.processes(ProcessReport({0: name(0), 1: name(1)}))
-        await asyncio.sleep(0.1)
-    (order,) = events(rows, "ReplicaEvicted")
-    assert (order["replica"], order["incarnation"]) == (1, name(1))
-    assert "silent" in order["reason"]
-    service.processes(ProcessReport({0: name(0), 1: None}, (name(1),)))
-    assert len(events(rows, "ExitReported")) == 1
-
-
 async def test_the_journal_says_once_what_is_waited_for():
     looks = Looks()
     service, rows = make_service(total=3, start_wait_s=100.0, clock=looks)

@@ -9,7 +9,6 @@ from ft_hsdp.core.grant import Report
 from ft_hsdp.core.replica_state import Replica
 from lighthouse.quorum import membership, rules, witnesses
 from lighthouse.quorum.state import LighthouseState
-from tests.model import moves
 from tests.model.invariants import Violation
 from tests.model.mutants import broken
 from tests.model.scenario import Scenario
@@ -39,29 +38,6 @@ KILLED = (
 def scenario(**faults: int) -> Scenario:
     allowed: dict[str, Any] = {"deaths": 0, "pauses": 0, "restarts": 0, **faults}
     return Scenario(Bounds(**allowed))
-
-
-def test_a_record_is_only_good_for_exactly_the_state_that_it_leads_to() -> None:
-    s = scenario(breaks=1, pauses=1).play(
-        *ADOPT,
-        "replica 0 holds the sum of epoch 1 step 1",
-        "a link of replica 1 in epoch 1",
-        "replica 2 sees the ring of epoch 1",
-        "the grace of the silent ends",
-        "replica 1 gets epoch 2",
-        "replica 2 gets epoch 2",
-        "replica 1 holds the sum of epoch 2 step 1",
-        "replica 2 gets the token of epoch 2",
-        "replica 1 gets the token of epoch 2",
-        "replica 2 gets the token of epoch 2",
-        "replica 0 sees the ring of epoch 1",
-    )
-    zero = s.model.replica(s.world, 0)
-    assert zero is not None
-    assert zero.prepared is not None
-    assert zero.prepared.state_id.step == 1
-    s.run_out()
-    assert len(set(s.world.content)) == 1
 
 
 SOLO_ON_A_LEASE = (
@@ -181,18 +157,6 @@ REJOINED = (
 )
 
 
-def test_a_step_waits_for_a_fetch_and_the_replica_is_equal_from_the_next_one() -> None:
-    s = Scenario(Bounds(deaths=1, pauses=0, restarts=0, steps=4, patient=True)).play(*REJOINED)
-    assert not [o for o in s.options() if "token" in o], "the vote was not held back"
-    s.play("replica 2 has fetched")
-    two = s.model.replica(s.world, 2)
-    assert two is not None
-    assert not two.log
-    s.play("replica 0 gets the token", "replica 1 gets the token")
-    assert [e.replica for e in s.model.lighthouse(s.world).grant.donors] == [0, 1, 2]  # type: ignore[union-attr]
-    s.run_out()
-
-
 def test_without_that_wait_it_joins_later_and_nobody_is_stalled() -> None:
     s = Scenario(Bounds(deaths=1, pauses=0, restarts=0, steps=4)).play(*REJOINED)
     s.play("replica 0 gets the token", "replica 1 gets the token", "replica 2 gets the token")
@@ -200,41 +164,3 @@ def test_without_that_wait_it_joins_later_and_nobody_is_stalled() -> None:
     assert two is not None
     assert len(two.log) == 1
     s.run_out()
-
-
-def test_a_fetch_that_never_ends_is_not_waited_for() -> None:
-    s = Scenario(Bounds(deaths=1, pauses=0, restarts=0, steps=4, patient=True)).play(*REJOINED)
-    over = dict(moves.patience(s.model, s.world))
-    s.world = over["replica 2 waits no longer for its fetch"]()
-    assert s.can("replica 0 gets the")
-
-
-def test_all_killed_at_once_go_on_at_the_head_if_they_find_their_states() -> None:
-    s = scenario(deaths=2, replicas=2, steps=3, recovery=True).play(
-        "replica 0 gets epoch 1",
-        "replica 1 gets epoch 1",
-        "replica 0 holds",
-        "replica 1 gets the token",
-        "replica 0 gets the token",
-        "replica 1 gets the token",
-        "replica 0 is killed",
-        "replica 1 is killed",
-        "the lighthouse learns that incarnation 0",
-        "replica 0 restarts and finds (1, 1",
-    )
-    assert not s.can("replica 0 gets"), "1 may come back with more"
-    s.play("the lighthouse learns", "replica 1 restarts and finds (1, 1", "replica 0 gets epoch 2 on (1, 1")
-    s.run_out()
-    assert s.model.lighthouse(s.world).halted == ""
-
-
-def test_a_corrupt_replica_ends_and_heals_and_two_that_differ_halt_the_job() -> None:
-    s = scenario(flips=1).play(*ADOPT, "replica 1 has its state corrupted", "replica 0 holds")
-    s.run_out()
-    assert s.world.lives == (0, 1, 0)
-    s = scenario(flips=1, replicas=2).play("replica 0 gets epoch 1", "replica 1 gets epoch 1")
-    s.play("replica 1 has its state corrupted", "replica 0 holds")
-    s.run_out()
-    assert "no majority" in s.model.lighthouse(s.world).halted
-    assert set(s.world.lives) == {0}
-    assert not s.world.commits

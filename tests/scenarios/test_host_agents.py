@@ -61,16 +61,6 @@ def test_ranks_go_on_when_their_agents_are_killed(tmp_path: Path) -> None:
 
 
 @PROOF
-def test_a_lone_replica_goes_on_from_copies_with_a_spare_machine(tmp_path: Path) -> None:
-    with Rig(tmp_path, 5) as rig, JobOnHosts(rig, tmp_path, 1, 3, "memory: {copies: 2}") as job:
-        spare, (lost, *stay) = job.spare(), job.hosts(0)
-        job.lose(lost, cut=True)
-        job.back(0, 2)
-        assert job.hosts(0) == [spare, *stay]
-        assert [each["rung"] for each in job.ended()] == ["copy"]
-
-
-@PROOF
 def test_a_machine_that_was_cut_off_is_a_spare_one_when_it_is_back(tmp_path: Path) -> None:
     with Rig(tmp_path, 4) as rig, JobOnHosts(rig, tmp_path, 2, 1) as job:
         spare, (far,) = job.spare(), job.hosts(1)
@@ -97,22 +87,6 @@ def test_a_machine_and_the_lighthouse_are_lost_at_once(tmp_path: Path) -> None:
         job.lighthouse_again(PORT)
         job.back(0, 2)
         assert job.hosts(0) == [stays, spare]
-        job.ended()
-
-
-@PROOF
-def test_fewer_ranks_go_on_until_a_lost_machine_has_an_agent_again(tmp_path: Path) -> None:
-    more = "memory: {shrink_to: 1, copies: 2}"
-    with Rig(tmp_path, 3) as rig, JobOnHosts(rig, tmp_path, 1, 2, more) as job:
-        stays, lost = job.hosts(0)
-        job.lose(lost, cut=True)
-        job.back(0, 2)
-        assert job.hosts(0) == [stays]
-        job.steps(3, "it trains on")
-        lost.boot()
-        job.join(lost)
-        job.back(0, 3)
-        assert job.hosts(0) == [stays, lost]
         job.ended()
 
 

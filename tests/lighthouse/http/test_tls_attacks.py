@@ -6,7 +6,6 @@ import contextlib
 import ssl
 import time
 from datetime import timedelta
-from http.client import HTTPSConnection
 
 import httpx
 import psutil
@@ -15,7 +14,7 @@ import pytest
 from ft_hsdp import tls
 from ft_hsdp.config import parse
 from tests.support.certificates import Authority
-from tests.support.lighthouse.guarded_helpers import BEARER, guarded, read
+from tests.support.lighthouse.guarded_helpers import guarded, read
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
@@ -109,21 +108,6 @@ def test_handshakes_that_do_not_end_keep_nobody_out(job):
             assert read(sock)[1] == "closed"
     assert time.monotonic() - began < 10 * HANDSHAKE_S
     until(lambda: process.num_fds() <= files + 2, "connections stay open")
-
-
-def test_who_has_shown_a_token_stays_when_strangers_come(job):
-    server, keys, *_ = job
-    with contextlib.ExitStack() as stack:
-        known = HTTPSConnection(*server.address, context=context(keys))
-        stack.callback(known.close)
-        known.connect()
-        known.auto_open = 0  # this connection, and no other
-        for _ in range(2):
-            known.request("GET", "/v1/status", headers=BEARER)
-            answer = known.getresponse()
-            assert (answer.status, answer.read()[:1]) == (200, b"{")
-            strangers = [stack.enter_context(server.connect()) for _ in range(300)]
-            assert read(strangers[0])[1] == "closed"  # it made room for the last one
 
 
 def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(job):
