@@ -387,16 +387,6 @@ def test_a_grant_names_each_replica_once() -> None:
 # A lost head: one step is given up only in its own history.
 
 
-def test_one_step_follows_another_by_lineage_and_not_by_its_number() -> None:
-    epochs = (Epoch(1, ((0, "a"),), START), Epoch(2, ((0, "a"),), at(1, 3)))
-    assert rules.follows(at(2, 5), at(2, 4), epochs)
-    assert rules.follows(at(2, 4), at(1, 3), epochs)
-    assert not rules.follows(at(2, 4), at(1, 3, "another history"), epochs)
-    assert not rules.follows(at(2, 5), at(1, 4), epochs), "the same number of steps, but of another epoch"
-    assert not rules.follows(at(2, 5), at(2, 3), epochs)
-    assert not rules.follows(at(3, 4), at(1, 3), epochs), "nobody knows what epoch 3 was granted on"
-
-
 @pytest.mark.parametrize("same_history", [True, False])
 def test_one_step_of_another_history_is_not_given_up_as_one_step(same_history: bool) -> None:
     """Replica 0 holds (1, 4) alone; 1 and 2 went on from (1, 3) in epoch 2 to (2, 5), and are lost for good."""

@@ -54,16 +54,6 @@ def test_an_ask_that_was_withdrawn_does_not_count():
     assert set(job.ask(0).answers) == {0, 1}
 
 
-def test_steady_state_answers_continue_at_once(job: Script):
-    grant = job.first(0, 1, 2)
-    for step in range(1, 5):
-        for r in range(3):
-            out = job.ask(r, at(1, step), epoch=grant.epoch)
-            assert out.answers == {r: Continue(grant.epoch, step + 1)}
-    assert job.s.epoch == 1
-    assert job.s.head == at(1, 4)
-
-
 def test_a_joiner_waits_for_the_next_step_and_enters_behind(job: Script):
     job.first(0, 1)
     assert isinstance(job.ask(0, at(1, 1), epoch=1).answers[0], Continue)
@@ -162,13 +152,6 @@ def test_a_lost_answer_is_given_again(job: Script):
     assert job.ask(0, at(1, 1), epoch=1).answers == {0: Continue(1, 2)}
 
 
-def test_who_leaves_on_purpose_is_gone_at_the_next_step_without_a_break(job: Script):
-    job.first(0, 1, 2)
-    out = job.ask(0, at(1, 1), epoch=1, leaving=(2,))
-    assert out.grant(0).ring == (0, 1)
-    assert out.grant(0).base == at(1, 1)
-
-
 @pytest.mark.parametrize(("suspects", "grace_s"), [((), 1.0), ((2,), 0.2)])
 def test_the_silent_are_left_out_after_their_grace_which_is_shorter_for_a_suspect(suspects, grace_s):
     job = Script(suspect_grace_s=0.2, silence_grace_s=1.0)
@@ -212,30 +195,11 @@ def test_an_excluded_member_alone_never_splits_the_job(job: Script):
     assert job.ask(0, at(2, 1), epoch=2).grant(2).ring == (0, 1, 2)
 
 
-def test_min_replicas_bounds_a_shrunken_membership():
-    job = Script(min_replicas=2)
-    job.first(0, 1)
-    job.runs({1: None}, exited=[(1, 0)])
-    out = job.ask(0, at(1, 1), epoch=1, after=1)
-    assert out.notes == {"Waiting": f"1 replicas hold {at(1, 1)}, min_replicas is 2"}
-    assert not job.wait(HOUR).answers
-
-
 def test_min_replicas_bounds_a_membership_that_shrinks_between_two_steps():
     job = Script(min_replicas=2)
     job.first(0, 1)
     job.runs({1: None}, exited=[(1, 0)])
     assert job.ask(0, at(1, 1), epoch=1).answers == {0: Continue(1, 2)}
-
-
-def test_a_prepared_record_is_the_base_and_its_holder_contributes():
-    job = Script(total=2)
-    job.first(0, 1)
-    prepared = record(START, 1)
-    job.ask(0, epoch=1, after=1, prepared=prepared)
-    out = job.ask(1, epoch=1, after=1, doubt=prepared.state_id)
-    assert out.grant(0).base == prepared.state_id
-    assert roles(out.grant(0)) == {0: "contribute", 1: "behind"}
 
 
 def test_a_void_attempt_is_no_base_and_the_grant_says_so():
@@ -392,35 +356,10 @@ def test_a_joiner_that_holds_more_than_the_ring_breaks_it(job: Script, epoch):
     assert out.grant(2).epoch > 5
 
 
-def test_an_old_incarnation_is_fenced(job: Script):
-    job.first(0, 1, 2)
-    job.runs({0: 1})
-    answer = refusal(job.ask(0, at(1, 1), epoch=1).answers[0])
-    assert answer.exit_code == 75
-    assert answer.reason.startswith("fenced")
-
-
-def test_an_exited_incarnation_is_refused(job: Script):
-    job.first(0, 1, 2)
-    job.runs({0: None}, exited=[(0, 0)])
-    assert isinstance(job.ask(0, epoch=1).answers[0], Refused)
-
-
 def test_the_exit_of_a_replica_closes_its_ask(job: Script):
     job.ask(0)
     job.runs({0: None}, exited=[(0, 0)])
     assert job.s.views[0].ask is None
-
-
-def test_all_at_the_final_state_finish_together():
-    job = Script(steps=1)
-    job.first(0, 1, 2)
-    assert not job.ask(0, at(1, 1), epoch=1).answers
-    assert not job.ask(1, at(1, 1), epoch=1).answers
-    out = job.ask(2, at(1, 1), epoch=1)
-    assert out.answers == {0: Finish(), 1: Finish(), 2: Finish()}
-    assert "JobFinished" in out.notes
-    assert job.s.finished
 
 
 def test_the_end_waits_for_whoever_writes_the_final_state():
@@ -456,17 +395,6 @@ def test_the_end_waits_no_longer_than_its_deadline_and_not_for_the_lost():
     job.first(0)
     job.runs({1: None}, lost=[1])
     assert job.ask(0, at(1, 1), epoch=1).answers == {0: Finish()}
-
-
-def test_epochs_go_on_after_a_restart_with_the_store(job: Script):
-    job.first(0, 1, 2)
-    job.restart()
-    assert job.s.term == 101
-    assert job.ask(0, at(1, 1), epoch=1, max_term=100).answers == {0: Continue(1, 2)}, "the same epoch goes on"
-    job.runs({2: None}, exited=[(2, 0)])
-    job.ask(0, at(1, 1), epoch=1, after=1)
-    grant = job.ask(1, at(1, 1), epoch=1, after=1).grant(0)
-    assert (grant.term, grant.epoch) == (101, 2)
 
 
 @pytest.mark.parametrize(("taken", "term"), [(50, 101), (100, 101), (900, 900)])

@@ -46,12 +46,6 @@ def test_an_epoch_is_covered_by_one_present_member_or_by_the_exit_of_all():
     assert rules.uncovered([epoch], frozenset(LIVES[:2]), nobody) is None
 
 
-def test_every_epoch_has_to_be_covered():
-    """Counter-example 4: overlap with the last epoch alone is not enough."""
-    older, newer = Epoch(2, (LIVES[2],)), Epoch(3, (LIVES[0], LIVES[2]))
-    assert rules.uncovered([older, newer], frozenset(), frozenset(LIVES[:1])) == older
-
-
 def test_a_grant_is_in_ring_order_and_says_why():
     members = (Member(2, name(2), "behind"), Member(0, name(0), "contribute"))
     grant = rules.grant(7, 3, Base(at(1, 1), None, ()), members, 3, "first epoch")

@@ -54,13 +54,6 @@ def test_all_together_take_the_wanted_units_in_ring_order() -> None:
     assert places(own) == dict.fromkeys(range(4), ((0, 6),))
 
 
-def test_an_adapting_batch_shrinks_with_its_replicas() -> None:
-    adapt = UnitPolicy(accumulate=3, max_accumulate=12, shared=True)
-    three = apportion(grant("013"), None, adapt, refill=False)
-    assert units(three) == dict.fromkeys((0, 1, 3), 6)
-    assert three.units == 24, "what is wanted stays"
-
-
 def test_ranks_that_train_one_unit_together_take_it_once() -> None:
     pairs = replace(SHARED, ranks_per_unit=2)
     whole = apportion(grant("0123"), None, pairs, refill=False)
@@ -127,11 +120,6 @@ def test_one_that_is_behind_takes_nothing_until_it_has_the_state() -> None:
     assert units(again) == dict.fromkeys(range(4), 6)
     assert sum(map(size, places(again).values())) == 24
     assert places(again)[0] == ((0, 6),), "it may have begun with its old quota"
-
-
-def test_a_cap_leaves_units_out() -> None:
-    capped = apportion(grant("01"), None, replace(SHARED, max_accumulate=4), refill=False)
-    assert (units(capped), capped.units) == ({0: 8, 1: 8}, 24)
 
 
 def test_the_surplus_stands_by_and_is_promoted_when_a_contributor_is_lost() -> None:

@@ -114,16 +114,6 @@ def test_a_change_waits_for_a_second_witness(job: Script):
     assert out.grant(2).base == two
 
 
-def test_a_false_state_is_no_base_for_a_newcomer(job: Script):
-    commit(job, X, 0, 1, 2)
-    job.runs({2: 1}, exited=[(2, 0)])
-    job.ask(2, life=1)
-    assert not job.ask(0, FAR, epoch=1).answers
-    two = record(X, 1).state_id
-    job.ask(0, two, epoch=1)
-    assert job.ask(1, two, epoch=1).grant(2).base == two
-
-
 def test_members_that_one_alone_says_are_leaving_stay(job: Script):
     assert not job.ask(0, X, epoch=1, leaving=(1, 2)).answers
     assert job.ask(1, X, epoch=1).answers == {0: Continue(1, 2), 1: Continue(1, 2)}
