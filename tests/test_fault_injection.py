@@ -11,7 +11,7 @@ import pytest
 from ft_hsdp import fault_injection
 from ft_hsdp.config import FailpointConfig, parse
 from ft_hsdp.fault_injection import LIGHTHOUSE, FaultOrder
-from tests.support.forced_faults import ME, Enforced, enforcing
+from tests.support.os_faults import ME, Enforced, enforcing
 from tests.support.waiting import until
 
 POINTS = parse({}, ["--debug.failpoints={vote: {replicas: [0, 2], rank: 1, life: 1, step: 5, signal: STOP}}"])

@@ -16,8 +16,7 @@ from ft_hsdp.launch.doctor import storage
 from ft_hsdp.launch.doctor.result import Bad, Subject
 from ft_hsdp.launch.run.directory import make_run, run_of
 from ft_hsdp.mounts import Ability
-from tests.support.forced_faults import ME, enforcing
-from tests.support.os_faults import poor
+from tests.support.os_faults import ME, enforcing, poor
 
 LOCKS, SYNC, LINKS, RENAME = Ability
 

@@ -42,9 +42,8 @@ from ft_hsdp.ftar.transport import receiver
 from ft_hsdp.ftar.transport.arena import Arena
 from ftar_kernels import plane as kernels
 from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, grant
-from tests.support.ftar.ring_rig import DEADLINE_S, DyingPlane, Engines, Shape
+from tests.support.ftar.ring_rig import DEADLINE_S, DyingPlane, Engines, Flavour, Shape
 from tests.support.ftar.ring_values import KEY, entry, folded, same, values
-from tests.support.ftar.transport_kinds import Flavour
 from tests.support.waiting import async_until
 
 CPU = torch.device("cpu")

@@ -14,9 +14,8 @@ from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.pieces import Values
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.base import Chunk, Transfer
-from tests.support.ftar.ring_rig import Shape, feed, framing, rig
+from tests.support.ftar.ring_rig import FLAVOURS, Shape, feed, framing, rig
 from tests.support.ftar.ring_values import KEY, entry, same
-from tests.support.ftar.transport_kinds import FLAVOURS
 
 SETTINGS = Settings(chunk_bytes=64, chunks=4)  # as the Shape of a rig
 

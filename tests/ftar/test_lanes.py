@@ -12,8 +12,7 @@ from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.ftar.transport.kind import Edge
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.ftar.transport.tcp import Tcp
-from tests.support.ftar.lane_rig import WideRank, WideRing, flat, values
-from tests.support.ftar.ring_helpers import cut, error, lane_of
+from tests.support.ftar.ring_helpers import WideRank, WideRing, cut, error, flat, lane_of, values
 from tests.support.waiting import async_until
 
 

@@ -4,9 +4,8 @@ import torch
 from ft_hsdp.core.ring import Span
 from ft_hsdp.ftar.allreduce import AllReduceOrder
 from ft_hsdp.ftar.pieces import PiecedTensor, Values, pieced
-from tests.support.ftar.ring_rig import Shape, rig
+from tests.support.ftar.ring_rig import FLAVOURS, Flavour, Shape, rig
 from tests.support.ftar.ring_values import KEY, entry
-from tests.support.ftar.transport_kinds import FLAVOURS, Flavour
 
 SIZES = (1, 40, 0, 3, 100, 17)
 

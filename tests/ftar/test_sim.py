@@ -22,8 +22,7 @@ from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.pieces import Values
 from ft_hsdp.ftar.transport.base import Chunk
 from tests.support.ftar.ring_values import KEY, entry, folded, same, values
-from tests.support.ftar.sim_ring import Sizes, World
-from tests.support.ftar.sim_transport import Clock, Nature
+from tests.support.ftar.sim_ring import Clock, Nature, Sizes, World
 
 CONTROL_S = 1e-4  # less than any delay of data: what the control connection says comes first
 ITEM = 4

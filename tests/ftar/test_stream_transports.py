@@ -34,9 +34,8 @@ from ft_hsdp.ftar.transport.receiver import ReceiveLane, StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.ftar.transport.shm import ReferenceDecoder, ReferenceEncoder
 from tests.support.descriptors import raised
-from tests.support.ftar.ring_rig import Shape, framing, rig
+from tests.support.ftar.ring_rig import FLAVOURS, Shape, framing, rig
 from tests.support.ftar.ring_values import KEY, entry, same
-from tests.support.ftar.transport_kinds import FLAVOURS
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ from ft_hsdp.ftar import frame as wire
 from ft_hsdp.ftar.allreduce import DTYPES, AllReduceOrder, AllReduceResult
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.transport.base import Transfer
-from tests.support.ftar.ring_rig import Rig, Shape, feed, framing, rig
+from tests.support.ftar.ring_rig import FLAVOURS, Flavour, Rig, Shape, feed, framing, rig
 from tests.support.ftar.ring_values import KEY, entry, folded, same, values
-from tests.support.ftar.transport_kinds import FLAVOURS, Flavour
 from tests.support.programs import inapplicable
 
 THREADED = 72 * 1024  # bytes of a chunk that is worth a thread

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fuzz.fuzz_engine import Mutator, Parser, fuzz
-from tests.support.fuzz.fuzz_targets import targets
-from tests.support.fuzz.fuzz_verdicts import verdicts
+from tests.support.fuzz.fuzz_targets import targets, verdicts
 
 
 @pytest.mark.parametrize("name", sorted(targets()))
@@ -42,7 +41,7 @@ PURE = {"isinstance", "len", "set"}
 
 
 def test_parsers_of_outside_bytes_say_the_same() -> None:
-    command = [sys.executable, "-O", "-m", "tests.support.fuzz.fuzz_verdicts", str(INPUTS)]
+    command = [sys.executable, "-O", "-m", "tests.support.fuzz.fuzz_targets", str(INPUTS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     optimised = json.loads(done.stdout)

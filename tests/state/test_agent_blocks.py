@@ -32,7 +32,7 @@ from ft_hsdp.state.transfer.donor_connection import Answer, DonorBusy, DonorConn
 from ft_hsdp.state.transfer.http import StateServer
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import DEADLINE_S, TOKEN
-from tests.support.tcp_proxy import Proxy
+from tests.support.tcp_proxy import Proxies
 
 STORE = "5" * 32
 OLDER = "1" * 32  # another description of it
@@ -318,8 +318,9 @@ def test_a_piece_that_takes_longer_than_a_holder_may_be_silent_is_read(monkeypat
     slot, memory = begun(slices, large)
     memory[:] = whole
     slices.staged((STORE, 0), STORE, header, slot)
-    with served(slices) as address, Proxy(int(address.rpartition(":")[2]), 400e3) as link:
-        asked = SliceRead(large, shard_manifest.digest(header), f"127.0.0.1:{link.port}", ((0, len(whole), 0),))
+    with served(slices) as address, Proxies() as proxies:
+        link = proxies.add(address, 400e3).address
+        asked = SliceRead(large, shard_manifest.digest(header), link, ((0, len(whole), 0),))
         outcome = read_slices([asked], memoryview(into), TOKEN, DEADLINE_S, {})
     assert (outcome.failed, outcome.nbytes) == ([], len(whole))
     assert bytes(into) == whole.tobytes()

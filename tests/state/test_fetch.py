@@ -34,7 +34,7 @@ from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
 from tests.support.forked import Forked
 from tests.support.known import admit
 from tests.support.state.state_helpers import STATE, TOKEN, Snapshot, chunks_of, no_thread, sealed
-from tests.support.tcp_proxy import Proxy
+from tests.support.tcp_proxy import Proxies
 
 SNAPSHOT, LAYOUT = sealed(size=5000)
 Answer = Callable[[BaseHTTPRequestHandler, bytes, bytes], None]
@@ -309,12 +309,13 @@ def test_a_wrong_donor_is_passed_over_and_reported(kind: str) -> None:
 def test_who_reads_a_fetch_on_the_wire_does_not_get_the_token() -> None:
     """Nothing is encrypted within a host, so the state passes as it is; the token does not pass at all."""
     honest = snapshot()
-    with good(honest) as (address, _), Proxy(int(address.rpartition(":")[2])) as wire_tap:
-        got, data, _ = run([f"127.0.0.1:{wire_tap.port}"])
+    with good(honest) as (address, _), Proxies() as proxies:
+        wire_tap = proxies.add(address, keep=True)
+        got, data, _ = run([wire_tap.address])
     assert isinstance(got, FetchedBlob)
-    assert data[:100] in wire_tap.passed
-    assert TOKEN.encode() not in wire_tap.passed
-    assert bytes.fromhex(TOKEN) not in wire_tap.passed
+    assert data[:100] in wire_tap.tapped
+    assert TOKEN.encode() not in wire_tap.tapped
+    assert bytes.fromhex(TOKEN) not in wire_tap.tapped
 
 
 def test_a_donor_that_does_not_have_it_yet_is_asked_again() -> None:

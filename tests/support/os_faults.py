@@ -273,3 +273,21 @@ def _fake_clock(order: FaultOrder, run: Path) -> contextlib.AbstractContextManag
 
 
 fault_injection.fakes |= {"disk_full": _fake_disk, "slow_disk": _fake_disk, "clock": _fake_clock}
+
+
+ME = 1
+Enforced = Callable[..., contextlib.ExitStack]
+
+
+@contextlib.contextmanager
+def enforcing(run: Path) -> Iterator[Enforced]:
+    """Put orders into force in this process, as replica ME; a call ends what the one before began."""
+    with contextlib.ExitStack() as faked:
+
+        def put(*orders: FaultOrder) -> contextlib.ExitStack:
+            faked.close()
+            fault_injection.enforce(orders, run.resolve(), ME, faked)
+            return faked
+
+        yield put
+        put()

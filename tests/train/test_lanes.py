@@ -22,7 +22,7 @@ from ft_hsdp.train.optimizer.groups import finish
 from ft_hsdp.train.replay.lanes import SharedLanes
 from ft_hsdp.train.state import lane_slices
 from ft_hsdp.train.state.packing import as_bytes
-from tests.support.ftar.lane_rig import SHAPES, WideRank, WideRing, flat, joined, lanes_of, values
+from tests.support.ftar.ring_helpers import SHAPES, WideRank, WideRing, flat, joined, lanes_of, values
 from tests.support.waiting import async_until
 
 PREV = "ab" * 16

@@ -33,12 +33,39 @@ from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.ftar.transport.base import Receiver, Sender
 from ft_hsdp.ftar.transport.kind import Edge
 from tests.support.ftar.ring_values import KEY, entry
-from tests.support.ftar.sim_ring import World
-from tests.support.ftar.sim_transport import Nature
-from tests.support.ftar.transport_kinds import Flavour
+from tests.support.ftar.sim_ring import Nature, World
 
 TOKEN = "ab" * 32
 DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Flavour:
+    """A transport by its name in `choose.GOAL_KINDS`, or "sim".
+
+    ``registered``: tensors are in segments that a neighbour can map. ``readable``: the kernel lets a neighbour
+    read our memory. ``receivers``: connections have threads of their own.
+    """
+
+    name: str
+    transport: str
+    registered: bool = False
+    readable: bool = True
+    connections: int = 1
+    receivers: bool = True
+
+
+FLAVOURS = (
+    Flavour("tcp", "tcp"),
+    Flavour("tcp-3", "tcp", connections=3),
+    Flavour("tcp-inline", "tcp", receivers=False),
+    Flavour("shm-registered", "shm", registered=True),
+    Flavour("shm-remote", "shm"),
+    Flavour("shm-inline", "shm", readable=False),
+    Flavour("c10d", "c10d"),
+    Flavour("sim", "sim"),
+    Flavour("sim-references", "sim", registered=True),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,17 @@
-"""Every parser of bytes from outside, with inputs that it accepts."""
+"""Every parser of bytes from outside, with inputs that it accepts.
+
+As a program it prints what each says to INPUTS inputs: one line of JSON, {parser: [verdict, ...]}.
+"""
 
 import asyncio
 import atexit
 import contextlib
 import io
+import json
 import logging
 import shutil
 import struct
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +45,7 @@ from ft_hsdp.state.transfer.donor_connection import DonorBusy, DonorConnection
 from lighthouse import validation
 from lighthouse.http import connections as lighthouse_door
 from lighthouse.quorum import state as quorum
-from tests.support.fuzz.fuzz_engine import Parser
+from tests.support.fuzz.fuzz_engine import Mutator, Parser
 
 TOKEN = "ab" * 32
 BASE = StateId(1, 2, "0" * 32)
@@ -404,3 +409,24 @@ def targets() -> dict[str, Callable[[], Parser]]:
         "rows": lambda: Parser(_Rows(), [b'{"event":"x","t":1.5}\n{"a":[1,2]}\nhalf'], ()),
         "address": lambda: Parser(_where, [b"10.0.0.1:80", b"[::1]:80"], violation),
     }
+
+
+def verdicts(inputs: int) -> dict[str, list[str]]:
+    """What the parsers say to `inputs` inputs each: the name of what they raise, or that they accept it."""
+    found: dict[str, list[str]] = {}
+    for name, make in sorted(targets().items()):
+        parser = make()
+        mutator = Mutator(parser.seeds, 11)
+        said = found[name] = []
+        for data in [*parser.seeds, *(mutator.next() for _ in range(inputs))]:
+            try:
+                parser.parse(data)
+            except Exception as error:
+                said.append(type(error).__name__)
+            else:
+                said.append("accepted")
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(verdicts(int(sys.argv[1]))))
