@@ -12,7 +12,7 @@ An all-reduce goes this way:
     Ring.all_reduce             cuts the message into chunks and drives one `Exchange`
     Exchange -> Pipeline        `core.ring` says which chunk to copy, add, store or send next
     PlaneJob (dataplane)        copies and adds, on the CPU or on a GPU
-    Receiver, Sender (transport) move the chunks: TCP, shared memory or gloo
+    StreamReceiver, StreamSender (transport) move the chunks: TCP, shared memory or gloo
 
 Read the modules in this order:
 

@@ -28,7 +28,9 @@ from ft_hsdp.ftar.dataplane.base import Plane, PlaneJob, Processed
 from ft_hsdp.ftar.frame import Entry, Framing, Key
 from ft_hsdp.ftar.pieces import PiecedTensor, Values, pieced
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.transport.base import Chunk, Receiver, Sender, Transfer
+from ft_hsdp.ftar.transport.base import Chunk, Transfer
+from ft_hsdp.ftar.transport.receiver import StreamReceiver
+from ft_hsdp.ftar.transport.sender import StreamSender
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
 FAILPOINT = {  # names of the failpoints in each kind of operation
@@ -94,8 +96,8 @@ class Exchange:
         plan: RingPlan,
         position: int,
         job: PlaneJob,
-        receiver: Receiver | None,
-        sender: Sender | None,
+        receiver: StreamReceiver | None,
+        sender: StreamSender | None,
     ) -> None:
         self._order = order
         self._position = position
@@ -171,7 +173,8 @@ class Exchange:
     def _finish(self, item: Processed) -> None:
         """Release the received chunk first, and send the outcome only after that.
 
-        `Receiver.release` proves that the chunk was whole: the peer was still alive when its memory had been read.
+        `StreamReceiver.release` proves that the chunk was whole: the peer still lived when its memory had been
+        read.
         """
         if item.chunk is not None:
             assert self._receiver is not None
@@ -232,8 +235,8 @@ class Ring:
         epoch: int,
         members: Sequence[int],
         position: int,
-        receiver: Receiver | None,
-        sender: Sender | None,
+        receiver: StreamReceiver | None,
+        sender: StreamSender | None,
         plane: Plane,
         settings: Settings,
     ) -> None:
@@ -299,7 +302,7 @@ class Ring:
         self.busy = False
         return AllReduceResult(out, exchange.entries, sent)
 
-    def retire(self, error: FTARError) -> tuple[Receiver | None, Sender | None]:
+    def retire(self, error: FTARError) -> tuple[StreamReceiver | None, StreamSender | None]:
         """End the ring with `error` and return its two edges for the next ring; any thread.
 
         Returns:

@@ -1,6 +1,6 @@
 """The connections between two members: how they are accepted, the messages on them, and one connected neighbour.
 
-`send`, `say` and `receive` carry the small control messages; `tune` and `blocking` set the options of sockets.
+`send`, `say` and `receive` carry the small control messages; `tune` sets the options of sockets.
 
 `Listener` accepts other members for as long as the process lives. Only callers that prove to know the job's secret
 get in (`ft_hsdp.handshake`). After that the first message is either HELLO, on a control connection, or the ticket
@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +27,8 @@ from ft_hsdp.caller_gate import CallerGate
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.errors import LocalResourceError, ProtocolViolation
-from ft_hsdp.ftar.transport.base import Receiver, Sender
+from ft_hsdp.ftar.transport.receiver import StreamReceiver
+from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.handshake import Admitted, Purpose
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingBeat, RingData, RingHello, RingReady, RingWelcome
 from ft_hsdp.record_layer import within_host
@@ -139,32 +138,6 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
     if address.local(sock):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BUFFER)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOOPBACK_BUFFER)
-
-
-_TIMEVAL = struct.Struct("ll")  # seconds and microseconds
-
-
-def blocking(sock: socket.socket, timeout_s: float) -> socket.socket:
-    """Make `sock` blocking, with `timeout_s` as the kernel's deadline for each receive and send; return it.
-
-    Python's own timeout would make the socket non-blocking, and MSG_WAITALL would have no effect.
-    """
-    sock.setblocking(True)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6)))
-    return sock
-
-
-def shorten(sock: socket.socket, most_s: float) -> float:
-    """Let a receive on a blocking socket wait for at most `most_s`, and return the deadline that it had before.
-
-    The deadline is infinite if the socket had none.
-    """
-    seconds, micros = _TIMEVAL.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.size))
-    before_s: float = seconds + micros / 1e6 or math.inf
-    now_s = min(before_s, most_s)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(now_s), int(now_s % 1 * 1e6)))
-    return before_s
 
 
 Call = tuple[RingData, socket.socket]
@@ -356,8 +329,8 @@ class Peer:
         self._sock = sock
         self._heard = heard
         self.member: Member | None = None  # known once HELLO was said or heard
-        self.receiver: Receiver | None = None  # of the left neighbour
-        self.sender: Sender | None = None  # of the right neighbour
+        self.receiver: StreamReceiver | None = None  # of the left neighbour
+        self.sender: StreamSender | None = None  # of the right neighbour
         self.transport = ""  # of the data connection
         self.gone = False  # the connection has ended, or is not used any more
         self.leaving = False  # it has said that it leaves the ring: the end of its connection is no failure

@@ -22,14 +22,12 @@ from ft_hsdp.errors import (
     PeerDead,
     ProtocolViolation,
 )
-from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.allreduce import AllReduceOrder
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import shm
 from ft_hsdp.ftar.transport.arena import SEALS, SEGMENT, Arena
-from ft_hsdp.ftar.transport.base import Transfer
-from ft_hsdp.ftar.transport.kind import EncodedPayload, InlineCodec
+from ft_hsdp.ftar.transport.base import EncodedPayload, InlineCodec, Transfer, blocking
 from ft_hsdp.ftar.transport.receiver import ReceiveLane, StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.ftar.transport.shm import ReferenceDecoder, ReferenceEncoder
@@ -41,7 +39,7 @@ from tests.support.ftar.ring_values import KEY, entry, same
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     a, b = socket.socketpair()
-    yield connections.blocking(a, 1.0), connections.blocking(b, 1.0)
+    yield blocking(a, 1.0), blocking(b, 1.0)
     a.close()
     b.close()
 
@@ -62,7 +60,7 @@ def sender(sock: socket.socket, slots: int = 8, codec: InlineCodec | None = None
 @pytest.mark.timeout(30)
 def test_the_engine_never_waits_for_the_kernel(pair: tuple[socket.socket, socket.socket]) -> None:
     """Small frames leave on its own thread; if all members waited there, nobody would receive."""
-    mine, theirs = connections.blocking(pair[0], 0), pair[1]  # no deadline helps
+    mine, theirs = blocking(pair[0], 0), pair[1]  # no deadline helps
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     payload = torch.arange(60_000, dtype=torch.int32)[:16_000]
     end = sender(mine)
@@ -111,7 +109,7 @@ def test_what_fails_in_the_sending_thread_is_heard(pair: tuple[socket.socket, so
 
 
 def test_closing_a_sender_ends_a_flush(pair: tuple[socket.socket, socket.socket]) -> None:
-    end = sender(connections.blocking(pair[0], 60), slots=1)
+    end = sender(blocking(pair[0], 60), slots=1)
     end.begin(lambda error: None)
     for _ in range(3):
         end.send(b"h", None, small=False)

@@ -1,20 +1,22 @@
-"""The protocols between the engine and a transport.
+"""What both ends of an edge know: of an all-reduce, of its chunks, and of how payloads travel.
 
-A member has a `Receiver` from its left neighbour and a `Sender` to its right one. Each edge may use another
-transport, so the two are independent. The sender of an edge never has more than C chunks (slots) in flight: the
-receiver gives a slot back when it no longer needs the chunk.
+A payload travels as bytes on the stream (`InlineCodec`), as a reference to the sender's memory, or through a
+library. The sender of an edge never has more than C chunks (slots) in flight: the receiver gives a slot back when
+it no longer needs the chunk.
 """
 
 from __future__ import annotations
 
+import math
+import socket
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ft_hsdp.errors import FTARError
 from ft_hsdp.ftar.frame import Entry, Frame, Framing
 
 WAIT_S = 1.0  # the longest wait of an engine for a chunk at once
@@ -51,104 +53,90 @@ class Chunk:
     lane: int  # the connection that it came on, for the transport's own use
 
 
-class Receiver(Protocol):
-    """Receives chunks from the left neighbour.
-
-    The engine's thread calls `begin`, `next`, `release` and `end`.
-
-    Attributes:
-        frames: number of frames taken by `next` since the connection was made.
-    """
-
-    frames: int
-
-    def begin(self, transfer: Transfer) -> None:
-        """Begin an all-reduce: receive its frames and no others."""
-        ...
-
-    def next(self, block: bool) -> Chunk | None:
-        """Return the next chunk in the order of sending; None if there is none yet.
-
-        Args:
-            block: wait for it, but at most `WAIT_S`: the data plane wants to see that its engine lives.
-
-        Raises:
-            PeerDead: the connection broke.
-            PeerTimeout: nothing came before the deadline.
-            StaleEpoch: a frame belongs to another all-reduce.
-            ProtocolViolation: a frame is not what the plan says.
-        """
-        ...
-
-    def release(self, chunk: Chunk) -> None:
-        """Give the slot of `chunk` back to the sender.
-
-        Raises:
-            PeerDead: the sender is gone, so the chunk may not have been whole when its memory was read. It must be
-                discarded.
-        """
-        ...
-
-    def end(self) -> None:
-        """End the all-reduce: give all slots back."""
-        ...
-
-    def close(self) -> None:
-        """Wake all waiting threads and receive nothing more. Any thread, any number of times."""
-        ...
-
-    def dispose(self) -> None:
-        """End the threads and close the descriptors; called after `close`, when the engine has left."""
-        ...
+Read = Callable[[memoryview], object]
 
 
-class Sender(Protocol):
-    """Sends chunks to the right neighbour. The engine's thread calls `begin`, `send` and `flush`.
+@dataclass(frozen=True, slots=True)
+class EncodedPayload:
+    """What a sender puts on the stream for one payload."""
+
+    label: bytes = b""  # before the header
+    buffers: tuple[bytes | memoryview, ...] = ()  # after the header
+    descriptors: tuple[int, ...] = ()  # files that are passed with the first bytes
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a flat contiguous CPU tensor, without a copy."""
+    array: Any = tensor.detach().view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+class InlineCodec:
+    """How the payloads of an edge travel: as bytes behind their headers. The codecs of other ways inherit it.
 
     Attributes:
-        frames: number of frames sent, or queued to be sent, since the connection was made.
+        label: number of bytes that precede the header of each frame.
+        by_reference: whether the receiver reads the sender's own memory. Then it must acknowledge every chunk
+            before the sender goes on.
     """
 
-    frames: int
+    label = 0
+    by_reference = False
 
-    def begin(self, failed: Callable[[FTARError], None]) -> None:
-        """Begin an all-reduce: count its bytes from 0, and call `failed` when a sending thread fails."""
-        ...
+    def pack(self, payload: Tensor | None) -> EncodedPayload:
+        """Return what to send for `payload`; None or an empty tensor: nothing follows the header."""
+        return EncodedPayload(b"", (bytes_of(payload),) if payload is not None else ())
 
-    def send(self, head: bytes, payload: Tensor | None, small: bool) -> None:
-        """Queue one chunk. Does not block.
+    def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
+        """Return the payload of `frame` as a flat tensor of its span.
 
         Args:
-            head: the frame's header and its entries.
-            payload: flat CPU tensor that must not change until `flush` returns; None: an empty chunk.
-            small: send it on the calling thread if possible.
-        """
-        ...
+            label: the bytes before the frame's header.
+            read: reads exactly as many bytes from the stream as the view has.
+            frame: the checked header.
+            buffers: provides memory for payloads that are not read in place.
 
-    def flush(self) -> int:
-        """Block until the neighbour no longer needs any payload.
+        Raises:
+            ValueError: the label refers to no valid memory.
+            OSError: the sender's memory cannot be read.
+        """
+        place = buffers.buffer_for(frame)
+        read(bytes_of(place))
+        return place
+
+    def receive(self, sock: socket.socket, view: memoryview) -> int:
+        """Read a part of `view` from `sock`, and the descriptors that come with it.
 
         Returns:
-            The bytes that this all-reduce has sent, with headers.
-
-        Raises:
-            PeerDead: the connection broke.
-            PeerTimeout: the neighbour did not take the data before the deadline.
+            The number of bytes; 0 at the end of the stream.
         """
-        ...
-
-    @property
-    def high_water(self) -> int:
-        """The largest number of payload bytes that were in flight at once."""
-        ...
+        return sock.recv_into(view, 0, socket.MSG_WAITALL)
 
     def close(self) -> None:
-        """Wake all waiting threads and send nothing more.
+        """Release mappings and descriptors."""
 
-        Any thread, any number of times. No payload is read afterwards.
-        """
-        ...
 
-    def dispose(self) -> None:
-        """End the threads and close the descriptors; called after `close`."""
-        ...
+_TIMEVAL = struct.Struct("ll")  # seconds and microseconds
+
+
+def blocking(sock: socket.socket, timeout_s: float) -> socket.socket:
+    """Make `sock` blocking, with `timeout_s` as the kernel's deadline for each receive and send; return it.
+
+    Python's own timeout would make the socket non-blocking, and MSG_WAITALL would have no effect.
+    """
+    sock.setblocking(True)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6)))
+    return sock
+
+
+def shorten(sock: socket.socket, most_s: float) -> float:
+    """Let a receive on a blocking socket wait for at most `most_s`, and return the deadline that it had before.
+
+    The deadline is infinite if the socket had none.
+    """
+    seconds, micros = _TIMEVAL.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.size))
+    before_s: float = seconds + micros / 1e6 or math.inf
+    now_s = min(before_s, most_s)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(now_s), int(now_s % 1 * 1e6)))
+    return before_s

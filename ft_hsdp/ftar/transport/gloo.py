@@ -32,8 +32,8 @@ from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.connections import Call, Listener
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.arena import Arena
-from ft_hsdp.ftar.transport.base import Chunk, Transfer
-from ft_hsdp.ftar.transport.kind import Edge, EncodedPayload, InlineCodec, bytes_of
+from ft_hsdp.ftar.transport.base import Chunk, EncodedPayload, InlineCodec, Transfer, blocking, bytes_of
+from ft_hsdp.ftar.transport.kind import Edge
 from ft_hsdp.ftar.transport.receiver import ReceiveLane, StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.handshake import Purpose
@@ -235,13 +235,12 @@ CALLER, CALLEE = range(2)  # ranks in the process group
 INLINE = 64 * 1024  # bytes; smaller payloads go over the stream: gloo's handshake costs more than it brings
 
 
-class GlooEncoder:
+class GlooEncoder(InlineCodec):
     """The sender's codec: the header announces a gloo message; a small payload follows on the stream instead.
 
     A chunk that was answered has arrived, so there are never more messages than slots.
     """
 
-    label = 0
     by_reference = True
 
     def __init__(self, pair: GlooPair, slots: int) -> None:
@@ -386,7 +385,7 @@ async def _meet(sock: socket.socket, rank: int, edge: Edge) -> GlooPair:
     If this is cancelled, shut `sock` down and wait until gloo has given up, so that no thread or connection is
     left.
     """
-    connections.blocking(sock, edge.settings.connect_timeout_s)
+    blocking(sock, edge.settings.connect_timeout_s)
     meeting = asyncio.ensure_future(asyncio.to_thread(connect, sock, rank, edge.settings))
     try:
         group = await asyncio.shield(meeting)
@@ -398,5 +397,5 @@ async def _meet(sock: socket.socket, rank: int, edge: Edge) -> GlooPair:
                 await asyncio.wait([meeting])
         meeting.exception()  # retrieve it, or asyncio logs that it was never retrieved
         raise
-    connections.blocking(sock, edge.settings.timeout_s)
+    blocking(sock, edge.settings.timeout_s)
     return GlooPair(group, edge.member, edge.settings)

@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation, exhausted
-from ft_hsdp.ftar import connections
 from ft_hsdp.ftar import frame as wire
-from ft_hsdp.ftar.transport.base import WAIT_S, Chunk, Transfer
-from ft_hsdp.ftar.transport.kind import PayloadDecoder
+from ft_hsdp.ftar.transport.base import WAIT_S, Chunk, InlineCodec, Transfer, shorten
 
 
 class ReceiveLane:
@@ -29,12 +27,12 @@ class ReceiveLane:
     The kernel's deadline for receives becomes this lane's patience: a receive waits in parts of `WAIT_S`.
     """
 
-    def __init__(self, sock: socket.socket, number: int, slots: int, member: int, codec: PayloadDecoder) -> None:
+    def __init__(self, sock: socket.socket, number: int, slots: int, member: int, codec: InlineCodec) -> None:
         self._sock = sock
         self._poll = select.poll()  # select knows descriptors below 1024 only
         self._poll.register(sock, select.POLLIN)
         self._wait_s = WAIT_S
-        self._patience_s = connections.shorten(sock, WAIT_S)
+        self._patience_s = shorten(sock, WAIT_S)
         self._quiet_s = 0.0  # how long nothing has come
         self._number = number
         self._member = member
@@ -136,7 +134,9 @@ class ReceiveLane:
 
 
 class StreamReceiver:
-    """The receiving end of one edge.
+    """The receiving end of one edge: chunks from the left neighbour.
+
+    The engine's thread calls `begin`, `next`, `release` and `end`; any thread `close`, any number of times.
 
     Args:
         socks: the connections, in the same order as at the sender.
@@ -145,6 +145,9 @@ class StreamReceiver:
         codec: unpacks the payloads.
         name: prefix of the names of the threads.
         threaded: receive large chunks on threads, one for each connection.
+
+    Attributes:
+        frames: number of frames taken by `next` since the connection was made.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class StreamReceiver:
         socks: Sequence[socket.socket],
         slots: int,
         member: int,
-        codec: PayloadDecoder,
+        codec: InlineCodec,
         name: str,
         threaded: bool = True,
     ) -> None:
@@ -173,7 +176,7 @@ class StreamReceiver:
         return ReceiveLane(sock, number, slots, member, self._codec)
 
     def begin(self, transfer: Transfer) -> None:
-        """Begin an all-reduce; let the threads receive its frames unless the engine does it."""
+        """Begin an all-reduce: receive its frames and no others, on threads unless the engine does it."""
         self._turn = 0
         self._transfer = transfer
         for lane in self._lanes:
@@ -209,7 +212,17 @@ class StreamReceiver:
             self._inbox.put(error)
 
     def next(self, block: bool) -> Chunk | None:
-        """Return the next chunk in the order of sending, or None; `block`: wait for it, but at most `WAIT_S`."""
+        """Return the next chunk in the order of sending; None if there is none yet.
+
+        Args:
+            block: wait for it, but at most `WAIT_S`: the data plane wants to see that its engine lives.
+
+        Raises:
+            PeerDead: the connection broke.
+            PeerTimeout: nothing came before the deadline.
+            StaleEpoch: a frame belongs to another all-reduce.
+            ProtocolViolation: a frame is not what the plan says.
+        """
         assert self._transfer is not None
         chunk: Chunk | None
         if self._direct(self._transfer):
@@ -232,7 +245,12 @@ class StreamReceiver:
         return chunk
 
     def release(self, chunk: Chunk) -> None:
-        """Give the slot of `chunk` back on the connection that it came on."""
+        """Give the slot of `chunk` back on the connection that it came on.
+
+        Raises:
+            PeerDead: the sender is gone, so the chunk may not have been whole when its memory was read. It must be
+                discarded.
+        """
         self._lanes[chunk.lane].release()
 
     def end(self) -> None:
@@ -247,7 +265,7 @@ class StreamReceiver:
             lane.shut()
 
     def dispose(self) -> None:
-        """End the threads and close the connections; blocks until the threads have ended."""
+        """End the threads and close the connections, after `close`; blocks until the threads have ended."""
         for jobs in self._jobs:
             jobs.put(None)
         for thread in self._threads:

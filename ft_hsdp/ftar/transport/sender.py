@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ft_hsdp import fault_injection
 from ft_hsdp.errors import FTARError, LocalSystemError, PeerDead, PeerTimeout, exhausted
-from ft_hsdp.ftar.transport.kind import PayloadEncoder
+from ft_hsdp.ftar.transport.base import InlineCodec
 from ft_hsdp.record_layer import Sealed
 
 Buffers = list[bytes | memoryview]
@@ -40,7 +40,7 @@ _Item = tuple[bytes, Tensor | None] | Remainder | Future[None] | None
 class SendLane:
     """One connection to the right neighbour. `sock` is blocking, with the kernel's deadlines set."""
 
-    def __init__(self, sock: socket.socket, slots: int, member: int, codec: PayloadEncoder, name: str) -> None:
+    def __init__(self, sock: socket.socket, slots: int, member: int, codec: InlineCodec, name: str) -> None:
         self._sock = sock
         # An encrypted connection sends whole records only, and blocks until it can.
         self._sealed = isinstance(sock, Sealed)
@@ -204,7 +204,9 @@ class SendLane:
 
 
 class StreamSender:
-    """The sending end of one edge.
+    """The sending end of one edge: chunks to the right neighbour.
+
+    The engine's thread calls `begin`, `send` and `flush`; any thread `close`, any number of times.
 
     Args:
         socks: the connections; they share the slots.
@@ -212,10 +214,13 @@ class StreamSender:
         member: replica at the other end, which errors name as the suspect.
         codec: packs the payloads.
         name: prefix of the names of the threads.
+
+    Attributes:
+        frames: number of frames sent, or queued to be sent, since the connection was made.
     """
 
     def __init__(
-        self, socks: Sequence[socket.socket], slots: int, member: int, codec: PayloadEncoder, name: str
+        self, socks: Sequence[socket.socket], slots: int, member: int, codec: InlineCodec, name: str
     ) -> None:
         each = max(1, slots // len(socks))
         self._lanes = [SendLane(s, each, member, codec, f"{name}-{i}") for i, s in enumerate(socks)]
@@ -230,13 +235,24 @@ class StreamSender:
             lane.begin(failed)
 
     def send(self, head: bytes, payload: Tensor | None, small: bool) -> None:
-        """Queue the next frame on the next connection. Does not block."""
+        """Queue the next frame on the next connection. Does not block.
+
+        Args:
+            head: the frame's header and its entries.
+            payload: flat CPU tensor that must not change until `flush` returns; None: an empty chunk.
+            small: send it on the calling thread if possible.
+        """
         self._lanes[self._turn % len(self._lanes)].send(head, payload, small)
         self._turn += 1
         self.frames += 1
 
     def flush(self) -> int:
-        """Block until the neighbour has finished with all frames; return the bytes sent, with headers."""
+        """Block until the neighbour has finished with all frames; return the bytes sent, with headers.
+
+        Raises:
+            PeerDead: the connection broke.
+            PeerTimeout: the neighbour did not take the data before the deadline.
+        """
         for lane in self._lanes:
             lane.flush()
         return sum(lane.sent for lane in self._lanes)
@@ -252,7 +268,7 @@ class StreamSender:
             lane.close()
 
     def dispose(self) -> None:
-        """End the threads and close the connections."""
+        """End the threads and close the connections, after `close`."""
         for lane in self._lanes:
             lane.dispose()
         self._codec.close()

@@ -27,8 +27,8 @@ from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.connections import Call, Listener
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.transport.arena import Arena, MappedSegments
-from ft_hsdp.ftar.transport.base import BufferProvider
-from ft_hsdp.ftar.transport.kind import Edge, EncodedPayload, Read, bytes_of
+from ft_hsdp.ftar.transport.base import BufferProvider, EncodedPayload, InlineCodec, Read, blocking, bytes_of
+from ft_hsdp.ftar.transport.kind import Edge
 from ft_hsdp.ftar.transport.receiver import StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.handshake import Purpose
@@ -73,7 +73,7 @@ def read_remote(pid: int, address: int, view: memoryview) -> None:
         done += n
 
 
-class ReferenceEncoder:
+class ReferenceEncoder(InlineCodec):
     """The sender's codec: tells the receiver where a payload is, and passes each segment's descriptor once.
 
     Args:
@@ -113,11 +113,8 @@ class ReferenceEncoder:
         self._given = (self._given - gone) | {number}
         return struct.pack(f"!I{len(gone)}I", len(gone), *gone)
 
-    def close(self) -> None:
-        """Do nothing: this codec holds no resources."""
 
-
-class ReferenceDecoder:
+class ReferenceDecoder(InlineCodec):
     """The receiver's codec: reads payloads where the sender says.
 
     Args:
@@ -135,7 +132,7 @@ class ReferenceDecoder:
     def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
         """Return a view of the sender's memory, or a copy in the data plane's buffer.
 
-        `PayloadDecoder.unpack` explains the arguments and errors.
+        `InlineCodec.unpack` explains the arguments and errors.
         """
         way, number, offset = REFERENCE.unpack(label)
         if way == GIVEN:
@@ -198,7 +195,7 @@ class Shm:
         probe = torch.frombuffer(bytearray(edge.ticket.encode()), dtype=torch.uint8)
         with connections.closed_on_error([sock]):
             answer = await connections.present(sock, RingData(edge.ticket, 0, probe.data_ptr()))
-        connections.blocking(sock, edge.settings.timeout_s)
+        blocking(sock, edge.settings.timeout_s)
         codec = ReferenceEncoder(arena, answer.direct)
         return StreamSender([sock], edge.settings.slots, edge.member, codec, f"ftar-tx-{edge.member}")
 
@@ -211,7 +208,7 @@ class Shm:
             credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             pid, _, _ = _CREDENTIALS.unpack(credentials)
             await connections.send(sock, RingReady(_readable(pid, call.probe, edge.ticket)))
-        connections.blocking(sock, edge.settings.timeout_s)
+        blocking(sock, edge.settings.timeout_s)
         return StreamReceiver(
             [sock], edge.settings.slots, edge.member, ReferenceDecoder(pid), f"ftar-rx-{edge.member}"
         )

@@ -10,7 +10,8 @@ from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.connections import Call, Listener
 from ft_hsdp.ftar.transport.arena import Arena
-from ft_hsdp.ftar.transport.kind import Edge, InlineCodec
+from ft_hsdp.ftar.transport.base import InlineCodec, blocking
+from ft_hsdp.ftar.transport.kind import Edge
 from ft_hsdp.ftar.transport.receiver import StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.handshake import Purpose
@@ -55,6 +56,6 @@ class Tcp:
 async def _ready(socks: list[socket.socket], edge: Edge) -> None:
     """Make the connections blocking, and encrypt them where the job asks for it."""
     for sock in socks:
-        connections.blocking(sock, edge.settings.timeout_s)
+        blocking(sock, edge.settings.timeout_s)
     if any(isinstance(sock, record_layer.Sealed) for sock in socks):
         await asyncio.to_thread(record_layer.agree, socks, edge.ticket.encode())

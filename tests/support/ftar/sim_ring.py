@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -404,7 +405,8 @@ class Actor:
         plan = self._plan(order.out.numel(), order.out.element_size())
         plan = replace(plan, edges=pieced(order.out).edges)
         self._job = self._plane.open(order.local, order.out, plan)
-        exchange = Exchange(order, plan, self._position, self._job, self._receiver, self._sender)
+        ends: Any = self._receiver, self._sender
+        exchange = Exchange(order, plan, self._position, self._job, *ends)
         self._exchange, self._received = exchange, False
         if self._receiver is not None and self._sender is not None:
             self._sender.begin(self.fail)
