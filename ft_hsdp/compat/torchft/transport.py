@@ -41,7 +41,8 @@ from ft_hsdp.state.transfer.donor_connection import path
 from ft_hsdp.state.transfer.fetch import Donor, FetchRequest, NotFetched, fetch
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.parts import Scattered
-from ft_hsdp.state.transfer.shard_manifest import ALIGN, ShardManifest
+from ft_hsdp.state.transfer.shard_manifest import ALIGN, Layout, ShardManifest
+from ft_hsdp.train.state.packing import pack
 
 MAX_DEPTH = 50  # a node of a dict is three levels of JSON, of which pydantic reads 200
 Json = Any
@@ -236,19 +237,14 @@ class StateTransport(CheckpointTransport[T]):
             InvalidArgument: A value in ``state_dict`` cannot be sent.
         """
         node, tensors = flatten(state_dict)
-        places = _places(tensors)
-        nbytes = sum(_padded(tensor) for tensor in tensors)
-        buffer = SnapshotBuffer(nbytes)
-        packed = torch.from_numpy(buffer.bytes)
-        for place, tensor in zip(places, tensors, strict=True):
-            if place.nbytes:
-                packed[place.offset : place.offset + place.nbytes].copy_(_bytes(tensor))
+        layout = Layout.of({}, {}, others={str(index): tensor for index, tensor in enumerate(tensors)})
+        buffer = SnapshotBuffer(layout.nbytes)
+        sums = pack(layout, tensors, torch.from_numpy(buffer.bytes))
         state = StateId(0, step, LINEAGE)
-        header = ShardManifest(
-            state, 0, 1, shard_manifest.fingerprint(places), nbytes, places, (), ({"tree": node},)
-        )
+        about = layout.fingerprint, layout.nbytes, layout.tensors
+        manifest = ShardManifest(state, 0, 1, *about, (), ({"tree": node},), checksums=sums)
         try:
-            self._snapshots.put(shard_manifest.seal(header, buffer.memory), buffer)
+            self._snapshots.put(manifest, buffer)
         except ValueError as error:
             raise InvalidArgument(f"the state dict has too much besides tensors: {error}") from error
         if self._offered is not None and self._offered != state:
@@ -309,21 +305,6 @@ def _parsed(metadata: str) -> _Metadata:
         raise DataCorruption("metadata are not those of a StateTransport") from error
 
 
-def _places(tensors: list[Tensor]) -> tuple[shard_manifest.PackedTensor, ...]:
-    places, offset = [], 0
-    for index, tensor in enumerate(tensors):
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        places.append(
-            shard_manifest.PackedTensor(str(index), "tensor", dtype, shape, shape, offset, tensor.nbytes)
-        )
-        offset += _padded(tensor)
-    return tuple(places)
-
-
-def _padded(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // ALIGN) * ALIGN
-
-
 def _views(buffer: Tensor, places: tuple[shard_manifest.PackedTensor, ...]) -> list[Tensor]:
     """Return the tensors in ``buffer``, each by one call of torch: there may be thousands."""
     typed = {name: buffer.view(DTYPES[name]) for name in {place.dtype for place in places}}
@@ -336,10 +317,6 @@ def _views(buffer: Tensor, places: tuple[shard_manifest.PackedTensor, ...]) -> l
         flat = typed[place.dtype]
         views.append(flat.as_strided(place.shape, stride[::-1], place.offset // flat.itemsize))
     return views
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _checked(encoded: bytes, state: StateId) -> ShardManifest:
