@@ -14,7 +14,7 @@ ends compute it from the shapes of the whole tensors alone, so no rank has to tr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -114,27 +114,6 @@ def merged(extents: Iterable[Extent]) -> tuple[Extent, ...]:
                 continue
         found.append(each)
     return tuple(found)
-
-
-def parts(
-    tensors: Mapping[str, tuple[Sequence[int], int]], source: tuple[int, int], target: tuple[int, int]
-) -> tuple[Extent, ...]:
-    """Return which bytes of the packed shard ``source`` go where in the packed shard ``target``.
-
-    Args:
-        tensors: (shape of the whole tensor, bytes of an element) by name, in the order in which shards have them.
-            Those without a dimension are not cut.
-        source: (width, rank) of the shard that is there.
-        target: (width, rank) of the shard that is made.
-
-    Raises:
-        ValueError: A width is below 1, or there is no such rank.
-    """
-    for width, rank in (source, target):
-        if not 0 <= rank < width:
-            raise ValueError(f"there is no rank {rank} of {width}")
-    whole = [Tensor(tuple(shape), itemsize) for shape, itemsize in tensors.values()]
-    return merged(piece.extent for piece in pieces(whole, source, target))
 
 
 def needed(tensors: Sequence[Tensor], source_width: int, target: tuple[int, int]) -> tuple[int, ...]:

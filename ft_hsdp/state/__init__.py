@@ -29,5 +29,5 @@ Example: a snapshot of live tensors, in memory of the state agent:
     memory = agent.stage(state)                                # uint8 [layout.nbytes], or None: no slot is free
     checksums = pack(layout, tensors, torch.from_numpy(memory))
     agent.staged(state, shard_manifest.encode(manifest))       # ``manifest`` has these checksums
-    agent.mark_settled(state)                                  # once every rank of the replica has staged it
+    agent.order(Settle(state, True))                           # once every rank of the replica has staged it
 """

@@ -29,6 +29,7 @@ from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.ftar.group import Group
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankFetched, RankFetchFailed, RankStopped, Settled, ShardLeftOut
+from ft_hsdp.state.agent.messages import FreeCopies, Settle
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import fetch
 from ft_hsdp.state.transfer.fetch import Donor
@@ -143,7 +144,7 @@ class OrderHandler:
             case Settled(state, everywhere, waited_s, copied, step_s, refused, late):
                 cost = CopyCost(waited_s, copied, step_s, late)
                 if self._copies.settled(state, everywhere, cost, refused):
-                    self._snapshots.mark_settled(state, everywhere)
+                    self._snapshots.order(Settle(state, everywhere))
             case ShardLeftOut(fence):
                 self._copies.give_up(fence)
             case effects.Commit(record):
@@ -167,7 +168,7 @@ class OrderHandler:
             case effects.DropSnapshots():
                 self._snapshots.forget()
             case effects.DropCopies(replicas):
-                self._snapshots.drop_copies(replicas)
+                self._snapshots.order(FreeCopies(tuple(replicas)))
             case effects.Exit():
                 self._cancel.set()
                 self._mailbox.put(order)

@@ -21,10 +21,10 @@ from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.agent import client, messages, server, starter
 from ft_hsdp.state.agent.client import AgentGone
 from ft_hsdp.state.agent.copies import CopyFetcher
-from ft_hsdp.state.agent.messages import CompleteSnapshot, Done, Hello, Recall, Welcome
+from ft_hsdp.state.agent.messages import CompleteSnapshot, Done, Hello, Pin, Recall, Settle, Welcome
 from ft_hsdp.state.agent.server import AgentListener, main
 from ft_hsdp.state.agent.store import SnapshotStore
-from ft_hsdp.state.transfer.blocks import SliceName
+from ft_hsdp.state.transfer.shard_manifest import SliceName
 from tests.support.forked import Forked
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import (
@@ -146,7 +146,7 @@ def test_a_copy_that_is_complete_can_be_written_no_more(agent: Running):
         array[:] = content(step, 12)
         rank.staged(state(step), header(step, 12))
         assert access(array) == "r--"
-        rank.mark_settled(state(step))
+        rank.order(Settle(state(step), True))
     rank.close()
 
 
@@ -158,7 +158,7 @@ def test_threads_may_share_a_connection():
 
         def look() -> None:
             for _ in range(100):
-                rank.pin(state(1), 1.0)
+                rank.order(Pin(state(1), 1.0))
                 seen.append(len(rank.list()))
 
         threads = [threading.Thread(target=look) for _ in range(3)]

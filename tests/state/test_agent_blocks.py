@@ -27,9 +27,10 @@ from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.pacing import Pacer
 from ft_hsdp.state.shared_memory import ServedSnapshot, attach
 from ft_hsdp.state.transfer import blocks, fetch, shard_manifest
-from ft_hsdp.state.transfer.blocks import SliceManifest, SliceName, SliceRead, read_slices
+from ft_hsdp.state.transfer.blocks import SliceRead, read_slices
 from ft_hsdp.state.transfer.donor_connection import Answer, DonorBusy, DonorConnection
 from ft_hsdp.state.transfer.http import StateServer
+from ft_hsdp.state.transfer.shard_manifest import SliceManifest, SliceName
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import DEADLINE_S, TOKEN
 from tests.support.tcp_proxy import Proxies
@@ -342,7 +343,7 @@ def test_a_stranger_gives_no_order_reads_no_byte_and_is_no_source() -> None:
         assert "within 0.3 s" in agent.keep(order(1, foreign, deadline_s=0.3))
         again = BlockAgent.connect(TOKEN, 0, 1, DEADLINE_S, "a")
         with pytest.raises(AgentGone):
-            again.drop("no digest", [0])
+            again.order(DropSlices("no digest", (0,)))
         assert [each.slice for each in agent.held(STORE, "points", DEADLINE_S)] == [0]
 
 

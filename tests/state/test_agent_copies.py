@@ -14,7 +14,7 @@ from ft_hsdp.memory.recovery import Holding, newest
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent.client import AgentGone
 from ft_hsdp.state.agent.copies import CopyFetcher
-from ft_hsdp.state.agent.messages import MAX_COPIES, KeepCopy, KeptCopies, OweCopies
+from ft_hsdp.state.agent.messages import MAX_COPIES, Forget, FreeCopies, KeepCopy, KeptCopies, OweCopies, Settle
 from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.pacing import NICE
@@ -152,7 +152,7 @@ def test_a_host_keeps_the_shard_of_another_and_serves_it_when_that_one_is_gone()
             write(owner, step)
             assert keeper.keep(order(step, owner.address)) == ""
             assert keeper.kept(state(step), DEADLINE_S) == KeptCopies((SHARD,), ())
-            keeper.mark_settled(state(step))
+            keeper.order(Settle(state(step), True))
         keeper.close()  # copies outlive it
         owner.close()
         first.process.kill()
@@ -220,12 +220,12 @@ def test_copies_of_a_wrong_state_are_dropped():
     with two_hosts() as (_, second):
         owner, keeper = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
         write(owner, 1)
-        for drop in (keeper.forget, lambda: keeper.drop_copies((1, 0))):
+        for drop in (Forget(), FreeCopies((1, 0))):
             keeper.keep(order(1, owner.address))
             assert keeper.kept(state(1), DEADLINE_S).complete == (SHARD,)
-            keeper.drop_copies((1,))
+            keeper.order(FreeCopies((1,)))
             assert second.serves(1), "another replica is wrong"
-            drop()
+            keeper.order(drop)
             assert not second.serves(1)
         owner.close()
         keeper.close()

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +22,11 @@ from ft_hsdp.errors import FtHsdpError, ProtocolViolation
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent import messages
-from ft_hsdp.state.agent.messages import CompleteSnapshot, ShardIndex
+from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.agent.starter import connect_newest
 from ft_hsdp.state.pacing import PAGE_BYTES
 from ft_hsdp.state.shared_memory import Bytes
-from ft_hsdp.state.transfer.blocks import SliceName
+from ft_hsdp.state.transfer.shard_manifest import SliceName
 
 RETRY_S = 0.02
 # How long the first attempt to connect waits for an answer; each later one waits twice as long. An attempt is cut
@@ -80,6 +80,10 @@ class AgentLine:
             return str(answer.reason)
         self.damaged += answer.damaged
         return ""
+
+    def order(self, order: object) -> None:
+        """Have an order carried out whose answer is Done."""
+        self.damaged += self.ask(order, messages.Done).damaged
 
     def keep(self, order: messages.KeepCopy) -> str:
         """Have the agent keep a copy of what other hosts have. Waits for a slice, and not for a shard.
@@ -176,27 +180,12 @@ class StateAgent(AgentLine):
             header: Its encoded manifest, which the agent keeps with it.
 
         Raises:
-            ProtocolViolation: ``state`` is not the one that was staged last, or was dropped by `forget` since.
+            ProtocolViolation: ``state`` is not the one that was staged last, or was dropped since.
         """
         with self.exchange():
             self._close_slot()
         if why := self.refusal(messages.Staged(state), more=protocol.framed(header)):
             raise ProtocolViolation(why)
-
-    def mark_settled(self, state: StateId, everywhere: bool = True) -> None:
-        """Tell the agent whether all ranks of the replica have staged ``state``.
-
-        If ``everywhere``, older snapshots may be overwritten. Otherwise some rank left it out, and the newest
-        settled one stays.
-        """
-        self._order(messages.Settle(state, everywhere))
-
-    def pin(self, state: StateId, seconds: float) -> None:
-        """Keep ``state``, now or once it is complete, for ``seconds``. Replaces the pin before."""
-        self._order(messages.Pin(state, seconds))
-
-    def unpin(self) -> None:
-        self._order(messages.Unpin())
 
     def list(self) -> tuple[CompleteSnapshot, ...]:
         held: tuple[CompleteSnapshot, ...] = self.ask(messages.Recall(), messages.Recalled).held
@@ -205,8 +194,8 @@ class StateAgent(AgentLine):
     def acquire(self, state: StateId) -> tuple[Bytes, bytes] | None:
         """Return a complete snapshot, whose bytes were compared with their checksums, or None.
 
-        None: there is no such snapshot, or it is damaged. The memory does not change until `unpin`, the next
-        `acquire` or `close`.
+        None: there is no such snapshot, or it is damaged. The memory does not change until the order
+        `Unpin`, the next `acquire` or `close`.
 
         Returns:
             (read-only uint8 [nbytes], encoded manifest).
@@ -222,7 +211,7 @@ class StateAgent(AgentLine):
     def open_gate(self) -> Bytes | None:
         """Return the page of this rank's gate (`pacing`), or None if there is no memory for it.
 
-        Copies of its shard for other hosts wait for it until `close_gate`, or until this connection ends.
+        Copies of its shard for other hosts wait for it until the order `CloseGate`, or until this connection ends.
 
         Returns:
             uint8 [PAGE_BYTES], writable; it stays mapped as long as it is used.
@@ -230,26 +219,6 @@ class StateAgent(AgentLine):
         with self.exchange() as connection:
             answer = connection.ask(messages.OpenGate(), messages.GateOpened, messages.OrderRefused)
             return connection.map_segment(PAGE_BYTES, writable=True) if answer == messages.GateOpened() else None
-
-    def close_gate(self) -> None:
-        self._order(messages.CloseGate())
-
-    def forget(self) -> None:
-        self._order(messages.Forget())
-
-    def owes(self, shards: Sequence[ShardIndex], since: StateId) -> None:
-        """Tell the agent which shards of other hosts this rank has it keep from now on.
-
-        Args:
-            shards: (replica, rank) of each; `copies.MAX_COPIES` at most. They are still to be ordered by `keep`.
-            since: The state that the new plan begins with. The copies of other shards are freed once it, or a
-                newer state, is settled everywhere.
-        """
-        self._order(messages.OweCopies(tuple(shards), since))
-
-    def drop_copies(self, replicas: Sequence[int]) -> None:
-        """Free the copies of the shards of ``replicas`` that this rank has ordered, and end their fetches."""
-        self._order(messages.FreeCopies(tuple(replicas)))
 
     def kept(self, state: StateId, wait_s: float) -> messages.KeptCopies:
         """Return which copies of ``state`` that this rank has ordered are complete. Other calls go on meanwhile.
@@ -275,9 +244,6 @@ class StateAgent(AgentLine):
     def close(self) -> None:
         super().close()
         self._watch.close()
-
-    def _order(self, order: object) -> None:
-        self.damaged += self.ask(order, messages.Done).damaged
 
     def _close_slot(self) -> None:
         """Make the slot that was written last read-only, so that not even a stray write changes it."""
@@ -352,9 +318,6 @@ class BlockAgent(AgentLine):
             "", or one line that says why the agent refuses it.
         """
         return self.refusal(messages.Staged(about), more=protocol.framed(encoded))
-
-    def drop(self, store: str, numbers: Sequence[int]) -> None:
-        self.ask(messages.DropSlices(store, tuple(numbers)), messages.Done)
 
 
 def _connected(

@@ -39,9 +39,9 @@ from ft_hsdp.state.agent.slots import Content
 from ft_hsdp.state.agent.store import Key, ShardKey, SnapshotStore
 from ft_hsdp.state.pacing import lower_priority
 from ft_hsdp.state.transfer import blocks, fetch
-from ft_hsdp.state.transfer.blocks import SliceName
 from ft_hsdp.state.transfer.fetch import Donor, FetchRequest
 from ft_hsdp.state.transfer.parts import Scattered
+from ft_hsdp.state.transfer.shard_manifest import SliceName
 
 CLOSE_S = 10.0  # to wait for the fetches at the end: one that still connects takes 5 s
 

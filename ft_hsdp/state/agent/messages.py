@@ -12,6 +12,7 @@ its snapshots, one on which it waits for copies, and one for slices of block sto
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -20,8 +21,7 @@ from ft_hsdp import bounded, protocol
 from ft_hsdp.core.replica_state import PROTOCOL_VERSION
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.copies import MAX_COPIES
-from ft_hsdp.state.transfer.blocks import MAX_NBYTES, MAX_SLICES, SliceName
-from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
+from ft_hsdp.state.transfer.shard_manifest import MAX_NBYTES, MAX_SLICES, ExpectedShard, SliceName
 
 MAX_MESSAGE = 16 << 20  # bytes, of a message or of an encoded manifest
 MAX_RANKS = 1 << 20
@@ -279,35 +279,10 @@ ORDERS: dict[Line, tuple[type, ...]] = {
 }
 SLOW = (Stage, Take, AwaitCopies)  # orders that may take long; those for blocks all may
 
+_ANSWERS = (Welcome, Recalled, Taken, KeptCopies, GateOpened, SlicesHeld, Done)
 # The tag of each message on the socket.
-MESSAGES: dict[str, type] = {
-    "Stage": Stage,
-    "Staged": Staged,
-    "Settle": Settle,
-    "Pin": Pin,
-    "Unpin": Unpin,
-    "Recall": Recall,
-    "Take": Take,
-    "Forget": Forget,
-    "KeepCopy": KeepCopy,
-    "OweCopies": OweCopies,
-    "FreeCopies": FreeCopies,
-    "AwaitCopies": AwaitCopies,
-    "KeptCopies": KeptCopies,
-    "OpenGate": OpenGate,
-    "GateOpened": GateOpened,
-    "CloseGate": CloseGate,
-    "ListSlices": ListSlices,
-    "SlicesHeld": SlicesHeld,
-    "DropSlices": DropSlices,
-    "Hello": Hello,
-    "Welcome": Welcome,
-    "Slot": SlotGranted,
-    "Recalled": Recalled,
-    "Taken": Taken,
-    "Done": Done,
-    "Refused": OrderRefused,
-}
+MESSAGES: dict[str, type] = {kind.__name__: kind for kind in (Hello, *chain(*ORDERS.values()), *_ANSWERS)}
+MESSAGES |= {"Slot": SlotGranted, "Refused": OrderRefused}
 _CODEC = bounded.MessageCodec(MESSAGES, MAX_MESSAGE)
 prepare, decode = _CODEC.prepare, _CODEC.decode
 

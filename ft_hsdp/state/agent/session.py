@@ -22,7 +22,7 @@ from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.slots import Content
 from ft_hsdp.state.agent.store import Key, SnapshotStore
 from ft_hsdp.state.pacing import Pacer
-from ft_hsdp.state.transfer.blocks import SliceName
+from ft_hsdp.state.transfer.shard_manifest import SliceName
 
 LOOK_S = 0.05  # between two looks whether who waits for copies is gone
 

@@ -19,8 +19,7 @@ from ft_hsdp.state.agent.messages import Damage
 from ft_hsdp.state.agent.slots import Content, SnapshotSlots
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.blocks import SliceManifest, SliceName
-from ft_hsdp.state.transfer.shard_manifest import ShardManifest
+from ft_hsdp.state.transfer.shard_manifest import ShardManifest, SliceManifest, SliceName
 
 INITIAL_SLOTS = 2  # slots that a shard has before its first staging
 MAX_DAMAGED = 8  # damaged snapshots that are remembered for a rank that sends no orders

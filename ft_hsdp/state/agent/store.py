@@ -32,8 +32,7 @@ from ft_hsdp.state.agent.shard import INITIAL_SLOTS, Owner, Shard, check_memory,
 from ft_hsdp.state.agent.slots import Content, SnapshotSlots
 from ft_hsdp.state.shared_memory import Bytes, ServedSnapshot
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.blocks import SliceManifest, SliceName
-from ft_hsdp.state.transfer.shard_manifest import HeldShard
+from ft_hsdp.state.transfer.shard_manifest import HeldShard, SliceManifest, SliceName
 
 NO_REPLICA = -1  # of a slice
 ShardKey = tuple[int, int, int]  # replica, rank, ranks of the replica

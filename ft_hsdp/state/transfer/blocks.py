@@ -1,8 +1,8 @@
 """Slices of a block store, and how a rank reads parts of them from the agents that hold them (ReStore §IV-A).
 
-A slice is a part of static data in the memory of an agent, and does not change once it is complete. Its manifest
-has a checksum for each piece, so that any part of it can be read and verified alone. Readers know the digest of
-the manifest before they ask, so a holder cannot serve anything else.
+A slice is a part of static data in the memory of an agent, and does not change once it is complete. Its
+`SliceManifest` has a checksum for each piece, so that any part of it can be read and verified alone. Readers know
+the digest of the manifest before they ask, so a holder cannot serve anything else.
 
 `read_slices` reads parts of many slices from many holders at once, one slice of each holder after the other, by
 `fetch`. What a holder does not deliver, because it is slow, wrong or gone, is returned to the caller, who asks
@@ -17,59 +17,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Annotated
-
-from pydantic import ConfigDict, Field, StringConstraints, with_config
 
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.memory.shape import Extent
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.fetch import Donor, FetchRequest, NotFetched, fetch
 from ft_hsdp.state.transfer.parts import Scattered
-from ft_hsdp.state.transfer.shard_manifest import Sum
+from ft_hsdp.state.transfer.shard_manifest import SliceManifest, SliceName
 
-MAX_SLICES = 1 << 16  # of one store
-MAX_NBYTES = 1 << 50
 SILENT_S = 5.0  # of a holder, which has failed then
 
-Known = dict[str, tuple["SliceManifest", bytes]]
+Known = dict[str, tuple[SliceManifest, bytes]]
 """Manifests by digest, each with its encoded form."""
-
-
-@with_config(ConfigDict(extra="forbid"))
-@dataclass(frozen=True, slots=True)
-class SliceName:
-    """Which slice of which store, and its size."""
-
-    store: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]  # digest of what the store is
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]  # that the user gave it
-    slice: Annotated[int, Field(strict=True, ge=0, lt=MAX_SLICES)]
-    slices: Annotated[int, Field(strict=True, gt=0, le=MAX_SLICES)]  # of the store
-    nbytes: Annotated[int, Field(strict=True, gt=0, le=MAX_NBYTES)]
-    piece: Annotated[int, Field(strict=True, gt=0, le=1 << 30)]  # bytes that have a checksum of their own
-    parts: Annotated[int, Field(strict=True, gt=0, le=MAX_SLICES)] = 1  # slices of a share, as in `BlockLayout`
-
-
-@with_config(ConfigDict(extra="forbid"))
-@dataclass(frozen=True, slots=True)
-class SliceManifest:
-    """Describes the bytes of a slice."""
-
-    about: SliceName
-    checksums: tuple[Sum, ...]  # xxh3-64 of each piece
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the slice."""
-        return self.about.nbytes
-
-    @property
-    def chunk(self) -> int:
-        """Bytes that have a checksum of their own."""
-        return self.about.piece
-
-    def check(self) -> None:
-        """Check nothing more: fields of slices are right for themselves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Manifests: the layout and the manifest of a packed shard, and the checks of manifests and bytes. No pickle.
+"""Manifests of packed shards and of slices of block stores, and the checks of manifests and bytes. No pickle.
 
 A layout follows from this rank's own model and optimizer, never from a peer: a state is accepted only if its
 layout is the one that is expected here.
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import blake3
 import xxhash
@@ -35,6 +35,8 @@ ALIGN = shape.ALIGN
 CHUNK_BYTES = 4 << 20  # bytes that have a checksum of their own
 MAX_MANIFEST = 16 << 20  # bytes
 DIGEST_HEX = 64  # characters
+MAX_SLICES = 1 << 16  # of one store
+MAX_NBYTES = 1 << 50
 
 _Size = Annotated[int, Field(strict=True, ge=0, le=2**62)]
 _Shape = Annotated[tuple[_Size, ...], Field(max_length=32)]
@@ -73,11 +75,20 @@ class Layout:
         params: Mapping[str, torch.Tensor],
         optim: Mapping[str, torch.Tensor],
         user: Mapping[str, torch.Tensor] | None = None,
+        others: Mapping[str, torch.Tensor] | None = None,
     ) -> Layout:
-        """Return the layout of the tensors ``params``, ``optim`` and ``user``, by name. They may be DTensors."""
+        """Return the layout of the tensors ``params``, ``optim``, ``user`` and ``others``, by name.
+
+        They may be DTensors.
+        """
         tensors: list[PackedTensor] = []
         offset = 0
-        for kind, named in (("param", params), ("optim", optim), ("user", user or {})):
+        for kind, named in (
+            ("param", params),
+            ("optim", optim),
+            ("user", user or {}),
+            ("tensor", others or {}),
+        ):
             for name, tensor in named.items():
                 shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
                 nbytes = shard.numel() * shard.element_size()
@@ -152,32 +163,43 @@ class ShardManifest:
             end = tensor.offset + tensor.nbytes
 
 
-class Manifest(Protocol):
-    """Describes bytes that do not change: of a shard, or of a slice of a block store (`blocks`)."""
+@with_config(ConfigDict(extra="forbid"))
+@dataclass(frozen=True, slots=True)
+class SliceName:
+    """Which slice of which store, and its size."""
+
+    store: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]  # digest of what the store is
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]  # that the user gave it
+    slice: Annotated[int, Field(strict=True, ge=0, lt=MAX_SLICES)]
+    slices: Annotated[int, Field(strict=True, gt=0, le=MAX_SLICES)]  # of the store
+    nbytes: Annotated[int, Field(strict=True, gt=0, le=MAX_NBYTES)]
+    piece: Annotated[int, Field(strict=True, gt=0, le=1 << 30)]  # bytes that have a checksum of their own
+    parts: Annotated[int, Field(strict=True, gt=0, le=MAX_SLICES)] = 1  # slices of a share, as in `BlockLayout`
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass(frozen=True, slots=True)
+class SliceManifest:
+    """Describes the bytes of a slice."""
+
+    about: SliceName
+    checksums: tuple[Sum, ...]  # xxh3-64 of each piece
 
     @property
     def nbytes(self) -> int:
-        """How many there are."""
-        ...
+        """The size of the slice."""
+        return self.about.nbytes
 
     @property
     def chunk(self) -> int:
         """Bytes that have a checksum of their own."""
-        ...
-
-    @property
-    def checksums(self) -> tuple[str, ...]:
-        """The xxh3-64 of each chunk."""
-        ...
-
-    def check(self) -> None:
-        """Raise ValueError if fields contradict each other."""
-        ...
+        return self.about.piece
 
 
+Manifest: TypeAlias = ShardManifest | SliceManifest
 M = TypeVar("M", bound=Manifest)
-_adapter = functools.cache(TypeAdapter)
-_checker = functools.cache(bounded.checker)
+_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
+_checker: Callable[[Any], Any] = functools.cache(bounded.checker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +385,8 @@ def decode_header(data: bytes, kind: type[M] = ShardManifest) -> M:  # type: ign
         raise DataCorruption("manifest's digest does not fit the rest of it")
     try:
         manifest: M = _checker(kind).validate_json(body)
-        manifest.check()
+        if isinstance(manifest, ShardManifest):
+            manifest.check()
     except ValidationError as error:
         raise DataCorruption(f"manifest is not valid: {bounded.complaint(error)}") from None
     except (ValueError, RecursionError) as error:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.memory.blocks import BlockLayout, Span
-from ft_hsdp.state.transfer.blocks import MAX_SLICES, SliceName
+from ft_hsdp.state.transfer.shard_manifest import MAX_SLICES, SliceName
 
 PIECE_BYTES = 16 << 10  # that have a checksum of their own: what is loaded is rounded up to them
 MOST_PIECES = 32 << 20  # of a store: a manifest of one of its slices has to be shorter than a message may be

@@ -22,10 +22,10 @@ import numpy as np
 from ft_hsdp.errors import Retryable
 from ft_hsdp.memory.blocks import BlockLayout, SliceCopy, Span, SubmissionPlan, merged, plan_submission
 from ft_hsdp.state.agent.client import BlockAgent
-from ft_hsdp.state.agent.messages import KeepCopy
+from ft_hsdp.state.agent.messages import DropSlices, KeepCopy
 from ft_hsdp.state.replica_group import Failed, ReplicaGroup
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.blocks import SliceManifest
+from ft_hsdp.state.transfer.shard_manifest import SliceManifest
 from ft_hsdp.train.state.block_data import BlockData, BlockReader, shown_spans
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class BlockSubmission:
         known.take(rows, data)
         if speaks:
             wrong = [n for at, n, *_ in rows if at == here and here not in known.holders.get(n, ())]
-            agent.drop(data.store, wrong)
+            agent.order(DropSlices(data.store, tuple(wrong)))
 
     def _carry_out(self, plan: SubmissionPlan) -> list[tuple[int, str, str]]:
         """Do this rank's next part of a plan: one slice, beside those that its host has no room for.
@@ -178,7 +178,8 @@ class BlockSubmission:
         ranks = [rank for rank, host in enumerate(known.host_of) if host == here]
         turn = ranks.index(self._group.rank)
         if not turn:
-            self._agent.drop(self._data.store, [number for number, host in plan.dropped if host == here])
+            dropped = tuple(number for number, host in plan.dropped if host == here)
+            self._agent.order(DropSlices(self._data.store, dropped))
         work: list[tuple[int, Callable[[], tuple[str, str]]]] = []
         if plan.written:  # copies are made in a later round, of what was written
             for number in [number for number, host in plan.written if host == here]:

@@ -29,7 +29,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.copies import MemberHosts, Refusal, unmet
 from ft_hsdp.memory.schedule import CopyInterval, Profile
-from ft_hsdp.state.agent.messages import KeepCopy
+from ft_hsdp.state.agent.messages import KeepCopy, OweCopies
 from ft_hsdp.state.pacing import MAX_SPANS, PROFILED, SpanMeter
 from ft_hsdp.train.state.copy_plan import CopyPlan, CopyPlanner, hosts_of
 from ft_hsdp.train.state.snapshots import SnapshotWriter
@@ -113,7 +113,7 @@ class CopyKeeper:
             state = self._state
         # An earlier process of this rank may have ordered others.
         if before is None or plan.orders.keys() != before.orders.keys():
-            self._agent.owe(sorted(plan.orders), since)
+            self._agent.order(OweCopies(tuple(sorted(plan.orders)), since))
         keepers = plan.keepers(self._replica)
         if self._rank == 0 and keepers != self._keepers:
             told = dict(list(keepers.items())[:TOLD_HOSTS])

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -30,7 +30,18 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.state.agent.client import AgentGone, StateAgent
-from ft_hsdp.state.agent.messages import CompleteSnapshot, KeepCopy, KeptCopies
+from ft_hsdp.state.agent.messages import (
+    CloseGate,
+    CompleteSnapshot,
+    Forget,
+    FreeCopies,
+    KeepCopy,
+    KeptCopies,
+    OweCopies,
+    Pin,
+    Settle,
+    Unpin,
+)
 from ft_hsdp.state.agent.starter import Starter
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
@@ -94,7 +105,7 @@ class SnapshotWriter:
         return None if found is None else (shard_manifest.decode(found[1]), found[0])
 
     def release_taken(self) -> None:
-        self._submit(StateAgent.unpin)
+        self._submit(StateAgent.order, Unpin())
 
     # The main thread, and the thread that votes.
 
@@ -109,19 +120,14 @@ class SnapshotWriter:
 
     # The control loop.
 
-    def mark_settled(self, state: StateId, everywhere: bool) -> None:
-        """Note whether ``state`` is complete in all promised places; comes with the next commit.
-
-        Args:
-            everywhere: Whether all of them have a snapshot of it, and all copies are made: then older ones may
-                go. Otherwise the newest one for which that is so stays.
-        """
-        self._submit(StateAgent.mark_settled, state, everywhere)
+    def order(self, order: Settle | OweCopies | FreeCopies) -> None:
+        """Have the agent carry out an order that tells it what to keep. Does not block."""
+        self._submit(StateAgent.order, order)
 
     def request(self, state: StateId, seconds: float) -> None:
         """Keep a snapshot of ``state`` for ``seconds``, for members behind; made now, or when it is reached."""
         self._wanted, self._filling = state, None
-        self._submit(StateAgent.pin, state, seconds)
+        self._submit(StateAgent.order, Pin(state, seconds))
         if self._live_state.state == state:
             self._submit(self._copy, state)
 
@@ -130,7 +136,7 @@ class SnapshotWriter:
         self._filling = None
         if self._wanted is not None:
             self._wanted = None
-            self._submit(StateAgent.unpin)
+            self._submit(StateAgent.order, Unpin())
 
     def forget(self) -> None:
         """Drop all snapshots of this rank, because they are wrong.
@@ -139,7 +145,7 @@ class SnapshotWriter:
         """
         forgotten = None
         with contextlib.suppress(TimeoutError):
-            forgotten = self._submit(lambda agent: (agent.forget(), True)).result(self._answer_s)
+            forgotten = self._submit(lambda agent: (agent.order(Forget()), True)).result(self._answer_s)
         if forgotten is None:
             why, starter = "it does not drop wrong copies", self._home.starter
             if starter is not None:
@@ -164,14 +170,6 @@ class SnapshotWriter:
                 refused(reason)
 
         self._submit(ask)
-
-    def owe(self, shards: Sequence[tuple[int, int]], since: StateId) -> None:
-        """Tell the agent which shards, (replica, rank), it keeps for others from ``since`` on. Does not block."""
-        self._submit(StateAgent.owes, shards, since)
-
-    def drop_copies(self, replicas: Sequence[int]) -> None:
-        """Drop what the agent keeps for this rank of the shards of ``replicas``: it is wrong. Does not block."""
-        self._submit(StateAgent.drop_copies, replicas)
 
     def copied(self, state: StateId, wait_s: float) -> KeptCopies | None:
         """Return which of the ordered copies of ``state`` are complete; None without an agent.
@@ -227,7 +225,7 @@ class SnapshotWriter:
 
     def close_gate(self) -> None:
         self._gate = None
-        self._submit(StateAgent.close_gate)
+        self._submit(StateAgent.order, CloseGate())
 
     # A fetch.
 

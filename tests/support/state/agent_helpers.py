@@ -13,7 +13,7 @@ import numpy as np
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent.client import StateAgent
-from ft_hsdp.state.agent.messages import KeepCopy
+from ft_hsdp.state.agent.messages import KeepCopy, Settle
 from ft_hsdp.state.transfer import shard_manifest
 from tests.support.known import KnownConnection
 
@@ -66,7 +66,7 @@ def write(agent: StateAgent, step: int, rank: int = 0, settle: bool = True) -> N
     array[:] = content(step, rank, len(array))
     agent.staged(state(step), header(step, rank, nbytes=len(array)))
     if settle:
-        agent.mark_settled(state(step))
+        agent.order(Settle(state(step), True))
 
 
 def steps(agent: StateAgent) -> list[int]:

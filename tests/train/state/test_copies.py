@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ft_hsdp.core.grant import Grant, Member, Role, ranges
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.state.agent.messages import MAX_COPIES, CopyFailure, KeepCopy, KeptCopies
+from ft_hsdp.state.agent.messages import MAX_COPIES, CopyFailure, KeepCopy, KeptCopies, OweCopies
 from ft_hsdp.train.state import copies
 from ft_hsdp.train.state.copies import CopyCost, CopyKeeper
 from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlanner, checked_room
@@ -45,8 +45,8 @@ class Agent:
         if self.refuses:
             refused(self.refuses)
 
-    def owe(self, shards: Sequence[tuple[int, int]], since: StateId) -> None:
-        self.owed.append(tuple(shards))
+    def order(self, order: OweCopies) -> None:
+        self.owed.append(order.shards)
 
     def copied(self, of: StateId, wait_s: float) -> KeptCopies | None:
         self.asked.set()

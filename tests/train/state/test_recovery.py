@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft_hsdp import fault_injection
 from ft_hsdp.config import parse
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.state.agent.messages import Settle
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.state.checkpointing import Checkpoints
 from ft_hsdp.train.state.known_shards import Recoverer
@@ -68,7 +69,8 @@ def test_a_damaged_copy_is_passed_over(mesh: DeviceMesh, place: Place) -> None:
     again.mark_current(older)  # another copy of what is held
     assert done(again)
     again.request(older, 60.0)  # a donor finds it, and makes one more
-    until(lambda: (again.mark_settled(older, True), done(again), place.events().count("SnapshotCorrupt") == 2)[-1])
+    settle = Settle(older, True)
+    until(lambda: (again.order(settle), done(again), place.events().count("SnapshotCorrupt") == 2)[-1])
     again.close()
     final = place.writer(last)
     assert came_back(last, final, place) == older

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.state.agent.client import AgentGone, StateAgent
+from ft_hsdp.state.agent.messages import Settle
 from ft_hsdp.state.agent.starter import Starter, connect_newest
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.train.state import snapshots
@@ -91,7 +92,7 @@ def walk(live: LiveState, sharded: Any, writer: SnapshotWriter, count: int) -> N
         steps(live, sharded, 1)
         assert before is not None
         assert live.state is not None
-        writer.mark_settled(before, writer.keeps(before))
+        writer.order(Settle(before, writer.keeps(before)))
         writer.mark_current(live.state)
         assert done(writer)  # the vote on the next step
 
@@ -148,7 +149,7 @@ def test_the_gate_is_opened_again_at_the_agent_that_comes_after(mesh: DeviceMesh
     until(lambda: len(pages) == 2)
     writer.close_gate()
     os.kill(place.agent_pid(), signal.SIGKILL)
-    writer.mark_settled(START, True)
+    writer.order(Settle(START, True))
     until(lambda: place.lost(over=True) == 2)
     assert done(writer)
     assert len(pages) == 2, "it is not to be open any more"
