@@ -1,5 +1,5 @@
-"""Cases of the GPU plane on a CPU device, whose kernels are interpreted; test_gpu_plane runs them in a process of
-its own. One interpreted kernel runs at a time in a process, so at most one member has a persistent one."""
+"""Cases of the GPU plane on a CPU device, whose kernels are interpreted; test_kernels_interpreted runs them in a
+process of its own. One interpreted kernel runs at a time there, so at most one member has a persistent one."""
 
 import asyncio
 import contextlib

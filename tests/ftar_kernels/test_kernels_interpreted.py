@@ -28,9 +28,10 @@ def run(*arguments, **variables):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_interpreted_cases():
+@pytest.mark.parametrize("cases", ["ftar_kernels/interpreted_cases.py", "ftar/gpu_plane_cases.py"])
+def test_interpreted_cases(cases):
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:schemathesis")
-    code, said = run("pytest", *options, str(HERE / "interpreted_cases.py"), TRITON_INTERPRET="1")
+    code, said = run("pytest", *options, str(HERE.parent / cases), TRITON_INTERPRET="1")
     assert code == 0, said
 
 

@@ -16,8 +16,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this file is a command, too
@@ -26,12 +30,10 @@ import psutil
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import LineWriter
-from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.directory import RunDir, Tailer
 from ft_hsdp.launch.run.verify import verify
 from tests.support import os_faults
-from tests.support.scenarios import pairs_report as report
 from tests.support.scenarios.pairs_plan import REPLICAS, Fault, Pair, pair
-from tests.support.scenarios.pairs_watch import Watch
 from tests.support.scenarios.scenario_job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,117 @@ PAIR_S = 8.0  # what a pair takes, about
 BATCH = 8  # pairs of one job
 CALM_STEPS = 3  # before the first fault, and for the end of the job
 END_S = 240.0  # longer than 1.5 x timeouts.final_wait_s and timeouts.stop_s together
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A new step was committed: when, on the monotonic clock, and who contributed."""
+
+    t: float
+    step: int
+    contributors: frozenset[int]
+
+
+class Watch:
+    """Looks at a run until it is closed."""
+
+    def __init__(self, run: RunDir, replicas: int) -> None:
+        self.seen: list[Seen] = []
+        self._run = run
+        self._logs = [Tailer(run.commits(n)) for n in range(replicas)]
+        self._replicas = replicas
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self._thread.join()
+
+    @property
+    def useful_s(self) -> float:
+        """The time in which was trained: each step up to twice the median one, by the share that contributed."""
+        gaps = [(b.t - a.t, len(b.contributors)) for a, b in pairwise(self.seen)]
+        most = 2 * median([gap for gap, count in gaps if count == self._replicas] or [0.0])
+        return sum(min(gap, most) * count / self._replicas for gap, count in gaps)
+
+    @property
+    def step(self) -> int:
+        return self.seen[-1].step if self.seen else 0
+
+    def since(self, t: float) -> list[Seen]:
+        return [s for s in self.seen if s.t > t]
+
+    def stalled_s(self, since: float, until: float) -> float:
+        """The longest time without a commit between two times."""
+        times = [since, *(s.t for s in self.seen if since < s.t < until), until]
+        return max(b - a for a, b in pairwise(times))
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_S):
+            now = time.monotonic()
+            rows = [row for log in self._logs for row in log.poll()]
+            for row in sorted(rows, key=lambda row: (row["step"], row["epoch"])):
+                if row["step"] > self.step:
+                    self.seen.append(Seen(now, row["step"], frozenset(row["contributors"])))
+
+
+Row = dict[str, Any]
+
+
+def read(file: Path) -> list[Row]:
+    """The jobs in a report, one a line; none where there is no file."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def append(file: Path, job: Row) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as lines:
+        lines.write(json.dumps(job) + "\n")
+
+
+def numbers_done(jobs: Sequence[Row], seed: int) -> set[int]:
+    """The numbers of the pairs of this seed that were run."""
+    return {pair["number"] for job in jobs if job["seed"] == seed for pair in job["pairs"]}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which so large a share lies; 0 where there is none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def spread(values: Sequence[float]) -> str:
+    """p50, p99 and max."""
+    p50, p99 = percentile(values, 0.5), percentile(values, 0.99)
+    return f"p50 {p50:.2f}, p99 {p99:.2f}, max {max(values, default=0.0):.2f} s"
+
+
+def lines(jobs: Sequence[Row]) -> list[str]:
+    pairs = [pair for job in jobs for pair in job["pairs"]]
+    kinds = Counter(fault["name"] for pair in pairs for fault in pair["faults"] if not fault["missed"])
+    missed = sum(fault["missed"] != "" for pair in pairs for fault in pair["faults"])
+    wall, useful = sum(job["wall_s"] for job in jobs), sum(job["useful_s"] for job in jobs)
+    back = [pair["recovered_s"] for pair in pairs if pair["recovered_s"] is not None]
+    told = [
+        f"{len(pairs)} pairs of faults in {len(jobs)} jobs, {wall / 60:.1f} minutes; seeds "
+        f"{', '.join(map(str, sorted({job['seed'] for job in jobs})))}",
+        f"faults    {', '.join(f'{kind} {n}' for kind, n in sorted(kinds.items()))}; {missed} found nobody to hit",
+        f"stall     {spread([pair['stalled_s'] for pair in pairs])} without a commit after the later fault",
+        f"recovery  {spread(back)} until all contribute again ({len(back)} of {len(pairs)} pairs)",
+        f"goodput   {useful / wall:.3f} of the time trained" if wall else "goodput   -",
+        f"steps     {sum(job['steps'] for job in jobs)}",
+    ]
+    breaches = [(job, breach) for job in jobs for breach in job["breaches"]]
+    told.append(f"breaches  {len(breaches)}")
+    told += [f"  seed {job['seed']}, pairs {_numbers(job)}, commit {job['commit']}: {b}" for job, b in breaches]
+    return told
+
+
+def _numbers(job: Mapping[str, Any]) -> str:
+    return ", ".join(str(pair["number"]) for pair in job["pairs"])
 
 
 class Injured:
@@ -226,17 +339,17 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job that runs ends, too
     end, rate = time.monotonic() + args.minutes * 60, 4.0
-    known = report.done(report.read(args.report), args.seed)
+    known = numbers_done(read(args.report), args.seed)
     left = args.only or [n for n in range(args.pairs) if n not in known]
     for pairs in list(jobs(args.seed, left)):
         while pairs and time.monotonic() < end:
             told, pairs = run(args.seed, pairs, rate, args.keep)
-            report.append(args.report, told)
+            append(args.report, told)
             rate = min(30.0, max(2.0, told["steps"] / max(told["wall_s"], 1.0)))
             for done in told["pairs"]:
                 print(_line(done), flush=True)
-    said = report.read(args.report)
-    print("\n".join(report.lines(said)))
+    said = read(args.report)
+    print("\n".join(lines(said)))
     return 1 if any(job["breaches"] for job in said) else 0
 
 

@@ -4,7 +4,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.recovery import Holding, newest
 from ft_hsdp.state import shared_memory
-from ft_hsdp.state.agent.client import AgentGone
+from ft_hsdp.state.agent.client import AgentGone, StateAgent
 from ft_hsdp.state.agent.copies import CopyFetcher
 from ft_hsdp.state.agent.messages import MAX_COPIES, Forget, FreeCopies, KeepCopy, KeptCopies, OweCopies, Settle
 from ft_hsdp.state.agent.shard import Owner
@@ -139,15 +139,19 @@ def small(step: int, owners: Owners, rank: int = 0, **more: Any) -> KeepCopy:
 
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Running, Running]]:
-    """The agents of the two hosts of a replica; rank 0 is on the first one."""
-    with agent_helpers.agent(0, "--name", "r0h0") as first, agent_helpers.agent(0, "--name", "r0h1") as second:
-        yield first, second
+def two_hosts() -> Iterator[tuple[Running, Running, StateAgent, StateAgent]]:
+    """The agents of the two hosts of a replica, and the lines of ranks 0 and 1, one on each."""
+    with (
+        agent_helpers.agent(0, "--name", "r0h0") as first,
+        agent_helpers.agent(0, "--name", "r0h1") as second,
+        closing(connect(0, 0, host="r0h0")) as owner,
+        closing(connect(0, 1, host="r0h1")) as keeper,
+    ):
+        yield first, second, owner, keeper
 
 
 def test_a_host_keeps_the_shard_of_another_and_serves_it_when_that_one_is_gone():
-    with two_hosts() as (first, second):
-        owner, keeper = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
+    with two_hosts() as (first, second, owner, keeper):
         for step in range(1, 6):
             write(owner, step)
             assert keeper.keep(order(step, owner.address)) == ""
@@ -171,8 +175,7 @@ def test_a_host_keeps_the_shard_of_another_and_serves_it_when_that_one_is_gone()
 
 
 def test_who_waits_for_copies_holds_up_no_other_order_and_can_be_interrupted():
-    with two_hosts() as (first, _):
-        keeper = connect(0, 1, host="r0h1")
+    with two_hosts() as (first, _, _, keeper):
         keeper.keep(order(1, first.address))  # which is never there
         ended: list[Exception] = []
 
@@ -194,8 +197,7 @@ def test_who_waits_for_copies_holds_up_no_other_order_and_can_be_interrupted():
 
 def test_a_rank_that_comes_to_a_host_finds_its_shard_there():
     """Hosts are swapped: what was a copy is the rank's own snapshot now."""
-    with two_hosts() as (first, second):
-        owner, keeper = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
+    with two_hosts() as (first, second, owner, keeper):
         write(owner, 1)
         keeper.keep(order(1, owner.address))
         assert keeper.kept(state(1), DEADLINE_S).complete == (SHARD,)
@@ -213,12 +215,10 @@ def test_a_rank_that_comes_to_a_host_finds_its_shard_there():
         write(moved, 2)
         assert steps(moved) == [2, 1]
         moved.close()
-        keeper.close()
 
 
 def test_copies_of_a_wrong_state_are_dropped():
-    with two_hosts() as (_, second):
-        owner, keeper = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
+    with two_hosts() as (_, second, owner, keeper):
         write(owner, 1)
         for drop in (Forget(), FreeCopies((1, 0))):
             keeper.keep(order(1, owner.address))
@@ -227,14 +227,11 @@ def test_copies_of_a_wrong_state_are_dropped():
             assert second.serves(1), "another replica is wrong"
             keeper.order(drop)
             assert not second.serves(1)
-        owner.close()
-        keeper.close()
 
 
 def test_an_agent_refuses_what_it_has_no_room_for():
     """W61."""
-    with two_hosts() as (first, _):
-        keeper = connect(0, 1, host="r0h1")
+    with two_hosts() as (first, _, _, keeper):
         refused = keeper.keep(order(1, first.address, budget=2 * NBYTES - 1))
         assert "memory.budget_gb" in refused
         assert f"of {2 * NBYTES - 1} bytes" in refused
@@ -242,7 +239,6 @@ def test_an_agent_refuses_what_it_has_no_room_for():
         assert refused.startswith(f"{1 << 51} bytes")
         assert "no rank 2" in keeper.keep(order(1, first.address, rank=2))
         assert keeper.kept(state(1), 0.0) == KeptCopies((), ())
-        keeper.close()
 
 
 def test_nothing_runs_where_nothing_is_ordered(holder: Holder, owners: Owners):

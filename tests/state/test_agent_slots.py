@@ -5,10 +5,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.agent.slots import MAX_SLOTS, SPARE_STAGES, SnapshotSlots
-
-
-def state(step: int) -> StateId:
-    return StateId(1, step, f"{step:032x}")
+from tests.support.state.agent_helpers import state
 
 
 def write(slots: SnapshotSlots, step: int, now: float = 0.0) -> int | None:

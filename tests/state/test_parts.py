@@ -20,7 +20,7 @@ from ft_hsdp.state.transfer.fetch import Donor, NotFetched
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.parts import Scattered, Uncuttable
 from ft_hsdp.state.transfer.reshape import Assembled, WantedShard, fetch_shard, sources
-from tests.support.known import KnownConnection
+from tests.support.known import get
 from tests.support.state import widths
 from tests.support.state.state_helpers import no_thread
 from tests.support.state.widths import STATE, TOKEN, Serving, content, layout, manifest
@@ -124,7 +124,7 @@ def test_a_byte_that_flipped_at_rest_is_not_sealed_into_a_part(serving: Make) ->
     _, data = take(4, at(bad, good), 3, 1, lambda rank, donor, _: rejected.append((rank, donor.replica)))
     assert data == content(3, 1).tobytes()
     assert rejected == [(2, 0)]
-    assert ask(bad.address, f"{PATH}/2.4/manifest")[0] == 404
+    assert get(bad.address, f"{PATH}/2.4/manifest", TOKEN)[0] == 404
     with pytest.raises(NotFetched, match="does not have it any more"):
         take(4, at(bad), 3, 1)
 
@@ -139,11 +139,11 @@ def test_an_agent_drops_a_copy_that_flipped_before_its_part_was_sealed() -> None
         assert number is not None
         store.writable(key, number)[:] = content(4, 2)
         store.staged(key, STATE, shard_manifest.encode(manifest(4, 2)))
-        assert ask(server.address, f"{PATH}/2.4/manifest")[0] == 200
+        assert get(server.address, f"{PATH}/2.4/manifest", TOKEN)[0] == 200
         store.writable(key, number)[100] ^= 1
-        assert ask(server.address, f"{PATH}/2.4/manifest?for=1.3")[0] == 404
+        assert get(server.address, f"{PATH}/2.4/manifest?for=1.3", TOKEN)[0] == 404
         assert store.held() == ()
-        assert ask(server.address, f"{PATH}/2.4/manifest")[0] == 404
+        assert get(server.address, f"{PATH}/2.4/manifest", TOKEN)[0] == 404
     finally:
         server.close()
         store.close()
@@ -185,33 +185,23 @@ def test_who_serves_other_rows_is_not_believed(serving: Make) -> None:
     assert any("answered 400: param embed" in why for why in rejected), rejected
 
 
-def ask(address: str, path: str, span: str | None = None) -> tuple[int, bytes, Mapping[str, str]]:
-    connection = KnownConnection(address, TOKEN)
-    try:
-        connection.request("GET", path, headers={} if span is None else {"Range": span})
-        response = connection.getresponse()
-        return response.status, response.read(), dict(response.headers)
-    finally:
-        connection.close()
-
-
 PATH = f"/v1/state/1/7/{STATE.lineage}"
 
 
 def test_a_part_is_a_stream_with_its_own_manifest(serving: Make) -> None:
     served = serving(4, *range(4))
-    status, encoded, headers = ask(served.address, f"{PATH}/1.4/manifest?for=1.3")
+    status, encoded, headers = get(served.address, f"{PATH}/1.4/manifest?for=1.3", TOKEN)
     assert status == 200
     found = shard_manifest.decode(encoded)
     assert (found.rank, found.ranks, found.part, headers["ETag"]) == (1, 4, (1, 3), f'"{encoded[:64].decode()}"')
-    status, data, headers = ask(served.address, f"{PATH}/1.4/data?for=1.3")
+    status, data, headers = get(served.address, f"{PATH}/1.4/data?for=1.3", TOKEN)
     assert (status, headers["ETag"]) == (200, f'"{encoded[:64].decode()}"')
     assert found.checksums == shard_manifest.checksums(memoryview(data))
     extents = parts.cut(widths.tensors(), (4, 1), (3, 1)).extents
     source = content(4, 1).tobytes()
     assert data == b"".join(source[e.source : e.source + e.nbytes] for e in extents)
     for begin, end in ((0, 1), (5, 700), (100, len(data)), (len(data) - 1, len(data))):
-        status, piece, headers = ask(served.address, f"{PATH}/1.4/data?for=1.3", f"bytes={begin}-{end - 1}")
+        status, piece, headers = get(served.address, f"{PATH}/1.4/data?for=1.3", TOKEN, f"bytes={begin}-{end - 1}")
         assert (status, headers["Content-Range"]) == (206, f"bytes {begin}-{end - 1}/{len(data)}")
         assert piece == data[begin:end]
 
@@ -226,7 +216,7 @@ def test_a_part_is_a_stream_with_its_own_manifest(serving: Make) -> None:
 def test_a_part_that_cannot_be_is_refused(serving: Make, query: str) -> None:
     served = serving(4, 1)
     for what in ("manifest", "data"):
-        status, body, _ = ask(served.address, f"{PATH}/1.4/{what}?{query}")
+        status, body, _ = get(served.address, f"{PATH}/1.4/{what}?{query}", TOKEN)
         assert status == 400
         assert b"allowed: for=RANK.RANKS" in body
         assert len(body) < 120
@@ -234,9 +224,12 @@ def test_a_part_that_cannot_be_is_refused(serving: Make, query: str) -> None:
 
 def test_a_shard_of_another_width_is_not_that_shard(serving: Make) -> None:
     served = serving(4, 1)
-    assert ask(served.address, f"{PATH}/1.3/manifest")[0] == 404
-    assert ask(served.address, f"{PATH}/1.4/manifest")[:2] == ask(served.address, f"{PATH}/1/manifest")[:2]
-    assert ask(served.address, f"{PATH}/2.4/data?for=0.3")[0] == 404
+    assert get(served.address, f"{PATH}/1.3/manifest", TOKEN)[0] == 404
+    assert (
+        get(served.address, f"{PATH}/1.4/manifest", TOKEN)[:2]
+        == get(served.address, f"{PATH}/1/manifest", TOKEN)[:2]
+    )
+    assert get(served.address, f"{PATH}/2.4/data?for=0.3", TOKEN)[0] == 404
 
 
 def test_what_is_cut_otherwise_has_no_parts(serving: Make) -> None:
@@ -246,7 +239,7 @@ def test_what_is_cut_otherwise_has_no_parts(serving: Make) -> None:
     source, room = InMemorySnapshots(), SnapshotBuffer(made.nbytes)
     source.put(shard_manifest.seal(made, room.memory[: made.nbytes]), room)
     with closing(StateServer("127.0.0.1", 0, source, TOKEN)) as server:
-        status, body, _ = ask(server.address, f"{PATH}/1.4/manifest?for=0.3")
+        status, body, _ = get(server.address, f"{PATH}/1.4/manifest?for=0.3", TOKEN)
     assert status == 400
     assert body.startswith(b"param norm ")
     with pytest.raises(Uncuttable, match="elements of type int4"):
@@ -258,7 +251,7 @@ def test_the_parts_that_are_kept_are_few(serving: Make) -> None:
     served = serving(4, 0)
 
     def status(ranks: int) -> int:
-        return ask(served.address, f"{PATH}/0.4/manifest?for=0.{ranks}")[0]
+        return get(served.address, f"{PATH}/0.4/manifest?for=0.{ranks}", TOKEN)[0]
 
     asked = range(5, 5 + served_parts.MAX_KEPT + 1)
     assert {status(ranks) for ranks in asked} == {200}
@@ -299,7 +292,7 @@ def test_layouts_of_other_ranks_follow_from_any_one() -> None:
 def test_a_manifest_with_a_part_is_not_that_of_the_shard(serving: Make) -> None:
     """Who fetches a shard does not take a part of it, whatever the donor says."""
     served = serving(4, 1)
-    _, encoded, _ = ask(served.address, f"{PATH}/1.4/manifest?for=1.4")
+    _, encoded, _ = get(served.address, f"{PATH}/1.4/manifest?for=1.4", TOKEN)
     found = shard_manifest.decode(encoded)
     assert json.loads(encoded[65:])["part"] == [1, 4]
     place = SimpleNamespace(fingerprint=found.layout, nbytes=found.nbytes)

@@ -15,7 +15,7 @@ from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
 from ft_hsdp.state.transfer import http as state_http
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.http import StateServer
-from tests.support.known import KnownConnection, known
+from tests.support.known import KnownConnection, get, known
 from tests.support.state.state_helpers import STATE, TOKEN, no_thread, sealed
 from tests.support.waiting import until
 
@@ -54,23 +54,6 @@ def address(source: Counting) -> Iterator[str]:
         until(lambda: source.lent == 0, "something was not given back")
 
 
-def ask(
-    address: str, path: str, token: str = TOKEN, method: str = "GET", span: str | None = None
-) -> tuple[int, bytes]:
-    status, body, _ = answer(address, path, token, method, span)
-    return status, body
-
-
-def answer(
-    address: str, path: str, token: str = TOKEN, method: str = "GET", span: str | None = None
-) -> tuple[int, bytes, dict[str, str]]:
-    with closing(KnownConnection(address, token)) as connection:
-        connection.request(method, path, headers={} if span is None else {"Range": span})
-        response = connection.getresponse()
-        body = response.read()
-    return response.status, body, dict(response.headers)
-
-
 @pytest.mark.parametrize(
     ("span", "begin", "end"),
     [
@@ -83,7 +66,7 @@ def answer(
     ],
 )
 def test_a_range(address: str, span: str, begin: int, end: int) -> None:
-    status, body, headers = answer(address, f"{PATH}/data", span=span)
+    status, body, headers = get(address, f"{PATH}/data", TOKEN, span)
     assert (status, headers["Content-Range"]) == (206, f"bytes {begin}-{end - 1}/{len(DATA)}")
     assert headers["ETag"] == ETAG
     assert body == DATA[begin:end]
@@ -97,7 +80,7 @@ def test_a_range(address: str, span: str, begin: int, end: int) -> None:
     ],
 )
 def test_a_range_that_cannot_be_given(address: str, span: str) -> None:
-    status, body, headers = answer(address, f"{PATH}/data", span=span)
+    status, body, headers = get(address, f"{PATH}/data", TOKEN, span)
     assert (status, body, headers["Content-Range"]) == (416, b"", f"bytes */{len(DATA)}")
 
 
@@ -119,7 +102,7 @@ def test_what_is_read_stays_although_it_is_dropped(address: str, source: Countin
         sock.sendall(f"GET {PATH}/data HTTP/1.1\r\n\r\n".encode())
         until(lambda: source.lent == 1, "nothing was borrowed")
         source.drop(STATE, 0)
-        assert ask(address, f"{PATH}/data")[0] == 404
+        assert get(address, f"{PATH}/data", TOKEN)[0] == 404
         got = bytearray()
         while len(got) < len(DATA):
             got += sock.recv(1 << 20)
@@ -130,7 +113,7 @@ def test_what_is_read_stays_although_it_is_dropped(address: str, source: Countin
 def test_without_the_token_there_is_nothing(address: str, given: str) -> None:
     for path in (f"{PATH}/manifest", f"{PATH}/data", "/", "/v1/state/9/9/" + "0" * 32 + "/0/data"):
         with pytest.raises(handshake.HungUp):
-            ask(address, path, given)
+            get(address, path, given)
 
 
 @pytest.mark.parametrize(
@@ -155,12 +138,12 @@ def test_without_the_token_there_is_nothing(address: str, given: str) -> None:
     ],
 )
 def test_what_is_not_there_is_404(address: str, path: str) -> None:
-    assert ask(address, path) == (404, b"")
+    assert get(address, path, TOKEN)[:2] == (404, b"")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE", "PATCH"])
 def test_reading_is_all_that_can_be_done(address: str, method: str) -> None:
-    status, body = ask(address, f"{PATH}/data", method=method)
+    status, body, _ = get(address, f"{PATH}/data", TOKEN, method=method)
     assert status == 501
     assert len(body) < 2000
 
@@ -213,7 +196,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def test_too_many_readers_are_hung_up_on_and_it_recovers(address: str) -> None:
     def served() -> bool:
         try:
-            return ask(address, f"{PATH}/manifest")[0] == 200
+            return get(address, f"{PATH}/manifest", TOKEN)[0] == 200
         except (ConnectionError, http.client.HTTPException):
             return False
 
@@ -272,7 +255,7 @@ def test_strangers_take_no_place_from_a_reader(address: str) -> None:
             sock.connect(split(address))
             if number % 3 == 0:
                 sock.sendall(f"GET {PATH}/manifest HTTP/1.1\r\n\r\n".encode())
-        assert ask(address, f"{PATH}/manifest")[0] == 200
+        assert get(address, f"{PATH}/manifest", TOKEN)[0] == 200
 
 
 def test_a_thread_that_cannot_start_gives_its_place_back(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
@@ -281,7 +264,7 @@ def test_a_thread_that_cannot_start_gives_its_place_back(monkeypatch: pytest.Mon
         for _ in range(2 * state_http.MAX_READERS_PER_PEER):
             with known(address, TOKEN, Purpose.STATE) as sock:
                 assert sock.recv(1) == b""
-    assert ask(address, f"{PATH}/manifest")[0] == 200
+    assert get(address, f"{PATH}/manifest", TOKEN)[0] == 200
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -289,7 +272,7 @@ def test_it_serves_over_both_families(host: str) -> None:
     source = InMemorySnapshots()
     source.put(SNAPSHOT.manifest, SNAPSHOT.room)
     with closing(StateServer(host, 0, source, TOKEN)) as served:
-        assert ask(served.address, f"{PATH}/manifest") == (200, ENCODED)
+        assert get(served.address, f"{PATH}/manifest", TOKEN)[:2] == (200, ENCODED)
 
 
 def test_after_close_nobody_answers_and_nothing_is_borrowed(source: Counting) -> None:
@@ -304,4 +287,4 @@ def test_after_close_nobody_answers_and_nothing_is_borrowed(source: Counting) ->
         served.close()
         assert source.lent == 0
     with pytest.raises(ConnectionRefusedError):
-        ask(served.address, f"{PATH}/data")
+        get(served.address, f"{PATH}/data", TOKEN)

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import os
 import socket
+from contextlib import closing
 
 from ft_hsdp import address, handshake
 from ft_hsdp.handshake import Purpose
@@ -20,6 +21,16 @@ class KnownConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         super().connect()
         handshake.call_blocking(self.sock, self._token, Purpose.STATE)
+
+
+def get(
+    where: str, path: str, token: str, span: str | None = None, method: str = "GET"
+) -> tuple[int, bytes, dict[str, str]]:
+    """Status, body and headers that a state server answers to one request."""
+    with closing(KnownConnection(where, token)) as connection:
+        connection.request(method, path, headers={} if span is None else {"Range": span})
+        response = connection.getresponse()
+        return response.status, response.read(), dict(response.headers)
 
 
 def known(where: str, token: str, purpose: Purpose, timeout: float = 30.0) -> socket.socket:

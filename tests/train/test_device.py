@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+import ft_hsdp
 from ft_hsdp.config import Config
 from ft_hsdp.core.randomness import stream
 from ft_hsdp.errors import LocalSystemError
@@ -209,3 +210,14 @@ def test_a_rank_is_bound_to_the_processors_of_its_gpu_that_it_may_use(tmp_path: 
     for text, cpus in (("0-4095\n", allowed), (f"{min(allowed)},4000-4001\n", {min(allowed)}), ("\n", set())):
         (here / "local_cpulist").write_text(text)
         assert device.local_cpus(gpu, tmp_path) == cpus
+
+
+def test_only_a_job_on_a_device_may_import_the_kernels() -> None:
+    root = Path(ft_hsdp.__file__).parent
+    users = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if line.lstrip().startswith(("import ", "from ")) and ("ftar_kernels" in line or "dataplane.gpu" in line)
+    }
+    assert users <= {"ftar/dataplane/gpu.py", "train/device.py"}

@@ -1,6 +1,7 @@
 """Running statistics that are part of the committed state, on one rank; what several ranks do is added by hand."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,21 +39,38 @@ def batch(unit: int) -> Tensor:
     return torch.randn(6, 3, generator=torch.Generator().manual_seed(unit)) * (unit + 1) + unit
 
 
-def built(mesh: DeviceMesh, momentum: float | None) -> tuple[AdoptedModel, Net, dict[int, Tensor]]:
+def adopted(
+    mesh: DeviceMesh, make: Callable[[], Any], **options: Any
+) -> tuple[AdoptedModel, Any, dict[int, Tensor]]:
     torch.manual_seed(0)
-    model, seen = Net(momentum), dict[int, Tensor]()
+    model, seen = make(), dict[int, Tensor]()
     fully_shard(model, mesh=mesh)
-    owner = AdoptedModel(model, 1, seen.__setitem__, batch_norm="mean")
+    owner = AdoptedModel(model, 1, seen.__setitem__, **options)
     assert owner.moving is not None
     owner.moving.state_dict()  # as the job does with the first batch
     return owner, model, seen
 
 
-def contribution(owner: AdoptedModel, model: Net, seen: dict[int, Tensor], *units: int) -> list[Tensor]:
+def built(mesh: DeviceMesh, momentum: float | None) -> tuple[AdoptedModel, Net, dict[int, Tensor]]:
+    return adopted(mesh, lambda: Net(momentum), batch_norm="mean")
+
+
+def held(model: nn.Module) -> dict[str, bytes]:
+    return {n: bytes(b.contiguous().view(-1).view(torch.uint8).numpy()) for n, b in model.named_buffers()}
+
+
+def train(owner: AdoptedModel, model: nn.Module, replica: int, *units: int) -> dict[str, bytes]:
+    """Train units as one replica, up to the sums; what the buffers hold then."""
     for number, unit in enumerate(units, 1):
         owner.sync(number == len(units))
         model(batch(unit)).backward()
-    owner.finish()
+    made = held(model)
+    owner.finish(replica)
+    return made
+
+
+def contribution(owner: AdoptedModel, model: Net, seen: dict[int, Tensor], *units: int) -> list[Tensor]:
+    train(owner, model, 0, *units)
     sums = [seen[bucket].clone() for bucket in range(len(owner.sizes))]
     owner.clear()
     return sums
@@ -179,28 +197,8 @@ class Odd(nn.Module):
         return self.last(x).square().mean()
 
 
-def odd(mesh: DeviceMesh, buffers: dict[str, str], slots: int = 3) -> tuple[AdoptedModel, Odd, dict[int, Tensor]]:
-    torch.manual_seed(0)
-    model, seen = Odd(), dict[int, Tensor]()
-    fully_shard(model, mesh=mesh)
-    owner = AdoptedModel(model, 1, seen.__setitem__, buffers=buffers, slots=slots)
-    assert owner.moving is not None
-    owner.moving.state_dict()
-    return owner, model, seen
-
-
-def held(model: nn.Module) -> dict[str, bytes]:
-    return {n: bytes(b.contiguous().view(-1).view(torch.uint8).numpy()) for n, b in model.named_buffers()}
-
-
-def train(owner: AdoptedModel, model: nn.Module, replica: int, *units: int) -> dict[str, bytes]:
-    """Train units as one replica, up to the sums; what the buffers hold then."""
-    for number, unit in enumerate(units, 1):
-        owner.sync(number == len(units))
-        model(batch(unit)).backward()
-    made = held(model)
-    owner.finish(replica)
-    return made
+def odd(mesh: DeviceMesh, buffers: dict[str, str]) -> tuple[AdoptedModel, Odd, dict[int, Tensor]]:
+    return adopted(mesh, Odd, buffers=buffers, slots=3)
 
 
 ALL = {"code": "state", "count": "state", "seen": "state", "mixed": "state"}

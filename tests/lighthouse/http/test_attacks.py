@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from ft_hsdp import protocol
-from tests.support.lighthouse.guarded_helpers import AUTHORIZED, Healthy, guarded, read
+from tests.support.lighthouse.guarded import AUTHORIZED, Healthy, guarded, read
 from tests.support.lighthouse.lighthouse_helpers import ask
 from tests.support.waiting import until
 

@@ -14,7 +14,7 @@ import pytest
 from ft_hsdp import tls
 from ft_hsdp.config import parse
 from tests.support.certificates import Authority
-from tests.support.lighthouse.guarded_helpers import guarded, read
+from tests.support.lighthouse.guarded import guarded, read
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc

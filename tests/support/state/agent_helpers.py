@@ -15,7 +15,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent.client import StateAgent
 from ft_hsdp.state.agent.messages import KeepCopy, Settle
 from ft_hsdp.state.transfer import shard_manifest
-from tests.support.known import KnownConnection
+from tests.support.known import get
 
 TOKEN = os.environ.get("FT_HSDP_TOKEN") or secrets.token_hex(32)  # two runs of the tests do not meet
 NBYTES = 300_001
@@ -80,14 +80,8 @@ class Running:
 
     def ask(self, step: int, rank: int, what: str) -> tuple[int, bytes]:
         held = state(step)
-        connection = KnownConnection(self.address, TOKEN, DEADLINE_S)
         path = f"/v1/state/{held.commit_epoch}/{held.step}/{held.lineage}/{rank}/{what}"
-        try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
+        return get(self.address, path, TOKEN)[:2]
 
     def serves(self, step: int, rank: int = 0) -> bool:
         """Whether it serves a state, manifest and data, bit for bit."""

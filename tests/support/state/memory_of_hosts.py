@@ -27,18 +27,13 @@ from ft_hsdp.train.state.checkpointing import Checkpoints
 from ft_hsdp.train.state.known_shards import Recoverer
 from ft_hsdp.train.state.recovery import Restoration
 from tests.support.state import widths
+from tests.support.state.agent_helpers import state
 from tests.support.state.widths import TOKEN, layout
 
 RANKS = 2
 NBYTES = tuple(layout(RANKS, rank).nbytes for rank in range(RANKS))
 DEADLINE_S = 30.0
 Key = tuple[int, int, int]
-
-
-def state(step: int) -> StateId:
-    return StateId(1, step, f"{step:032x}")
-
-
 AGAINST = state(2)  # that of the checkpoint
 
 

@@ -78,7 +78,6 @@ def test_a_lost_host_costs_no_block_and_its_successor_gets_what_it_held() -> Non
         second.check()
         assert second.read == []
         assert second.submit() == SubmittedBlocks(copies=2, read=0, copied=0, kept=2 * BLOCKS)
-        second.close()
 
 
 def test_a_holder_that_is_killed_in_a_load_is_replaced_by_the_next_and_what_none_has_is_read_again(
@@ -215,7 +214,6 @@ def test_a_submission_that_is_interrupted_goes_on_where_it_was(monkeypatch: pyte
         least_s = [COPY_S + each.about.nbytes / COPY_BYTES_PER_S for each in orders]
         assert any(each.deadline_s > s for each, s in zip(orders, least_s, strict=True)), "two share a link"
         replica.check()
-        replica.close()
 
 
 def test_slices_are_small_and_there_is_one_for_each_rank_as_far_as_there_are_ranges() -> None:
@@ -297,7 +295,6 @@ def test_fewer_hosts_go_on_with_the_same_slices_and_have_all_copies_again() -> N
         wanted = {rank: [store.share()] for rank, store in enumerate(second.stores)}
         parts = second.each(lambda store: store.load(wanted))
         assert np.array_equal(np.concatenate(parts), DATA)
-        second.close()
 
 
 def test_what_all_hosts_have_lost_is_read_again_and_said() -> None:
@@ -315,7 +312,6 @@ def test_what_all_hosts_have_lost_is_read_again_and_said() -> None:
         assert "no host has blocks " in why
         assert str(facts["origin"]).endswith("source")
         second.check()
-        second.close()
 
 
 def test_a_full_agent_gives_way_to_the_next_host_and_a_lack_of_copies_is_said() -> None:
@@ -333,7 +329,6 @@ def test_a_full_agent_gives_way_to_the_next_host_and_a_lack_of_copies_is_said() 
         none.read.clear()
         none.check()
         assert sum(end - begin for begin, end in none.read) == BLOCKS
-        none.close()
 
 
 def test_an_agent_that_stands_still_holds_up_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +339,6 @@ def test_an_agent_that_stands_still_holds_up_no_load(monkeypatch: pytest.MonkeyP
         agents["a"].process.send_signal(signal.SIGSTOP)
         assert np.array_equal(replica.stores[0].load([(0, BLOCKS)]), DATA)
         assert replica.stores[0].counts.rejected == 1
-        replica.close()
 
 
 def test_a_source_that_fails_on_one_rank_is_an_error_on_all_of_them(tmp_path: Path) -> None:
@@ -367,7 +361,6 @@ def test_a_source_that_fails_on_one_rank_is_an_error_on_all_of_them(tmp_path: Pa
         (read,) = set(replica.each(lambda store: store.submit(path).read))
         assert 0 < read <= BLOCKS, "what was begun is begun anew"
         replica.check()
-        replica.close()
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

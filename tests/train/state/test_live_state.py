@@ -31,13 +31,17 @@ START = StateId(0, 0, "0" * 32)
 
 
 def hold(
-    mesh: DeviceMesh, seed: int = 0, state: StateId | None = START, offload: bool = False
+    mesh: DeviceMesh,
+    seed: int = 0,
+    state: StateId | None = START,
+    offload: bool = False,
+    model: Odd | None = None,
 ) -> tuple[LiveState, AdoptedModel]:
     """A replica of one rank that holds ``state``, of a job with two data shards."""
-    model = Odd(seed)
+    model = model or Odd(seed)
     shard(model, list(model.parts), mesh)
     sharded = AdoptedModel(model, 1, lambda *_: None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(sharded.params.values(), lr=0.01)
     create_state(optimizer)
     live = LiveState(sharded, Groups(optimizer, None), Ledger.empty(2), 0, 1, offload)
     live.state = state
@@ -49,11 +53,7 @@ def test_the_digest_of_what_is_frozen_covers_nothing_else(mesh: DeviceMesh) -> N
     model.first.requires_grad_(False)
     model.register_buffer("scale", torch.ones(2))
     model.register_buffer("cache", torch.ones(2), persistent=False)
-    shard(model, list(model.parts), mesh)
-    adopted = AdoptedModel(model, 1, lambda *_: None)
-    optimizer = torch.optim.SGD(adopted.params.values(), lr=0.1)
-    create_state(optimizer)
-    live = LiveState(adopted, Groups(optimizer, None), Ledger.empty(2), 0, 1)
+    live, adopted = hold(mesh, model=model)
     ranks = ReplicaGroup()
 
     def digest() -> str:
