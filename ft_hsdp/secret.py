@@ -1,11 +1,13 @@
 """A job's tokens, and the operator's key, which signs checkpoints and outlives runs.
 
-They stand in files that only their owner can read, or in the environment.
+They stand in files that only their owner can read, or in the environment. The lighthouse, the host agents and the
+commands know the job's token. The ranks work with the *worker's token*, which follows from it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import re
 import secrets
@@ -68,6 +70,15 @@ def current(file: Path) -> str:
     if not lines:
         raise ConfigError(file.name, str(file), f"{_ALLOWED} (it is empty)")
     return lines[0]
+
+
+def worker_token(token: str) -> str:
+    """Return the worker's token of a job, 64 hex digits: the ranks', from which the job's token cannot be found.
+
+    Args:
+        token: The job's; "" (none) has none.
+    """
+    return hmac.digest(token.encode(), b"ft_hsdp worker", "sha256").hex() if token else ""
 
 
 def write_private(path: Path, text: str) -> None:

@@ -181,7 +181,7 @@ def serve(
     keys = Keys.read(run / "token", run / "admin_token")
     context = tls.server(config.network)
     scheme = "http" if context is None else "https"
-    known = bool(keys.worker) or config.network.tls_ca is not None
+    known = bool(keys.job) or config.network.tls_ca is not None
     events = Journal(run / "lighthouse" / "events.jsonl")
     told: list[dict[str, object]] = []  # before there is a journal
 
@@ -204,7 +204,7 @@ def serve(
 
     if not config.lighthouse.etcd:
         allowed = "a run that no other job has"
-        claim = Claim(run, FolderOwner.of(run.resolve().name, keys.worker)).take("--run", str(run), allowed)
+        claim = Claim(run, FolderOwner.of(run.resolve().name, keys.job)).take("--run", str(run), allowed)
         store = _patiently(lambda: SqliteStore(run / "lighthouse" / "store.sqlite", note))
         try:
             database = _patiently(lambda: SqliteDatabase(run / "lighthouse" / "journal.sqlite", note=note))

@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from ft_hsdp.core.host_report import EndedRank
 from ft_hsdp.core.ledger import Run
-from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, EXIT_UNREACHABLE
+from ft_hsdp.errors import EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_UNREACHABLE
 
 BACKOFF_MAX_S = 60.0  # longest pause before a restart: a machine that was repaired is found within it
 UNREACHED_S = 1.0  # shortest wait before a replica looks for its lighthouse in another life
@@ -40,8 +41,14 @@ class Cause(StrEnum):
     DEVICE = (
         "device"  # a kernel on its device, or a process that reads its data, failed: the batch may be to blame
     )
+    HARDWARE = "hardware"  # the kernel of its machine says that hardware is broken (said by the host's agent)
     TEMPORARY = "temporary"  # it may not happen again
     SCRIPT = "script"  # none of these: it may well happen again
+
+
+def code_of(rank: EndedRank) -> int:
+    """Return with which exit code the end of a rank counts: as broken hardware if its machine's kernel says so."""
+    return EXIT_HARDWARE if rank.cause == Cause.HARDWARE else rank.code
 
 
 def own_fault(code: int) -> bool:

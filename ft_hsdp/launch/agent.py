@@ -27,6 +27,7 @@ from ft_hsdp.config import Config, agreed
 from ft_hsdp.control.exit_watch import process_space
 from ft_hsdp.control.lighthouse_client import LighthouseClient, own_address
 from ft_hsdp.core.host_report import AssignedRanks, HostReport
+from ft_hsdp.core.restart import code_of
 from ft_hsdp.errors import (
     EXIT_CONFIG,
     EXIT_HARDWARE,
@@ -122,10 +123,7 @@ class HostAgent:
         for pid, rank in told.ranks.items():
             kept.setdefault(rank.incarnation, {})[pid] = rank
         for name, ranks in kept.items():
-            held = HeldRanks(
-                ranks_of(name, self.name, ranks), self._ranks.file, self._run, self._changed.set, self._emit
-            )
-            self.held[name] = held
+            held = self._held(ranks_of(name, self.name, ranks))
             self._ranks.resume(held, self.name, ranks, watch)
             self._say(f"{held.name} goes on" if held.living else f"{held.name} has ended meanwhile")
 
@@ -289,7 +287,7 @@ class HostAgent:
     def _failure(self) -> int:
         """Return with which code this process ends if its job or replica has failed, for a scheduler."""
         newest = next(reversed(self.held.values()), None)
-        codes = {rank.code for rank in newest.ends if not rank.killed} if newest else set()
+        codes = {code_of(rank) for rank in newest.ends if not rank.killed} if newest else set()
         return next((code for code in (EXIT_CONFIG, EXIT_HARDWARE) if code in codes), EXIT_RETRYABLE)
 
     def _kill_all(self) -> None:
@@ -298,8 +296,7 @@ class HostAgent:
 
     def _hold(self, assigned: AssignedRanks) -> HeldRanks:
         """Begin to start an incarnation, unless this host leaves."""
-        held = HeldRanks(assigned, self._ranks.file, self._run, self._changed.set, self._emit)
-        self.held[assigned.incarnation] = held
+        held = self._held(assigned)
         if self._code is not None:
             held.failed = "this host leaves the job"
             held.starting.clear()
@@ -308,6 +305,12 @@ class HostAgent:
             f"{'ranks' if len(assigned.ranks) > 1 else 'rank'} {str([*assigned.ranks])[1:-1]} of {held.name} start"
         )
         self._keep(self._start(held))
+        return held
+
+    def _held(self, assigned: AssignedRanks) -> HeldRanks:
+        ranks = self._ranks
+        heard = self._changed.set, self._emit, ranks.kernel_log.evidence
+        held = self.held[assigned.incarnation] = HeldRanks(assigned, ranks.file, self._run, *heard)
         return held
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:

@@ -57,7 +57,7 @@ def decide(evidence: Evidence) -> Decision:
     if evidence.all_ended_at >= HALT_AFTER:
         return Decision(Action.HALT, False, f"the same step has ended all replicas {evidence.all_ended_at} times")
     if evidence.exit_code == EXIT_HARDWARE:  # also if a host is lost: that one may come back, and be used again
-        return Decision(Action.OTHER_HOST, True, f"a rank found its host broken (exit code {EXIT_HARDWARE})")
+        return Decision(Action.OTHER_HOST, True, "a rank or the kernel found the host broken")
     if evidence.host_lost:
         return Decision(Action.OTHER_HOST, False, "the host is lost")
     if evidence.failures_here >= MOVE_AFTER and evidence.others_train:

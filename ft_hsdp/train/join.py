@@ -154,7 +154,8 @@ def join(
     run = given.run.absolute()
     file = run / "lighthouse.json"
     urls = parse_urls(lighthouse) if lighthouse else _find_lighthouse(file, config.timeouts.reach_s)
-    token = next(iter(secret.given(TOKEN_VARIABLE)), "") or _token(run)
+    token = secret.worker_token(next(iter(secret.given(TOKEN_VARIABLE)), "") or _token(run))
+    os.environ.pop(TOKEN_VARIABLE, None)  # torchrun's ranks have it; what they start needs it no more
     rank, ranks = _own_rank(config)
     record_layer.use(config.network.tls)
     caller_gate.use(config.timeouts.hello_s)

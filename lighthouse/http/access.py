@@ -1,9 +1,10 @@
 """Who may ask the lighthouse: tokens and roles, and the gate that holds them and the limits of `rate_limits`.
 
-Three roles. A *worker* is a replica or a supervisor of the job. An *admin* may evict, drain, and order a
-checkpoint. Both sign their requests (`proofs`): their tokens are never sent. A *viewer* may read what the
-lighthouse shows; its key is derived from the worker's token and grants nothing else, so it may stand in a link,
-and is sent as it is. Workers and admins may read, too; no other role includes another.
+Four roles. A *host* is the agent of a host, or a launcher: it has the job's token. A *worker* is a rank; its
+token follows from the job's (`secret.worker_token`). An *admin* may evict, drain, and order a checkpoint. They
+sign their requests (`proofs`): their tokens are never sent. A *viewer* may read what the lighthouse shows; its key
+is derived from the job's token and grants nothing else, so it may stand in a link, and is sent as it is. All may
+read, and a host may do what a worker may; no other role includes another.
 
 `RequestGate` judges the request, the only time on its way, and a stranger learns nothing about the routes. The
 route says which role it wants (`Bearer`).
@@ -38,7 +39,7 @@ ADMIN_VARIABLE = "FT_HSDP_ADMIN_TOKEN"
 PROVED = 16  # headers that are recognized without comparing digests
 LOOK_S = 1.0  # between two looks at the files of the tokens
 
-Role = Literal["viewer", "worker", "admin"]
+Role = Literal["viewer", "worker", "host", "admin"]
 Tokens = tuple[str, ...]
 
 _log = logging.getLogger(__name__)
@@ -55,36 +56,36 @@ def page_link(url: str, token: str) -> str:
 
 
 class Keys:
-    """The job's secrets: the worker's tokens and the admin's.
+    """The job's secrets: its tokens and the admin's.
 
-    Without a worker's token every caller is a worker; without an admin's none is an admin.
+    Without a job's token every caller is a host; without an admin's none is an admin.
 
-    `worker` and `admin` are the current tokens, or "".
+    `job`, `worker` and `admin` are the current tokens, or "".
 
     Args:
-        worker: "" (none), one line or two: the current token, and one that is accepted beside it.
+        job: "" (none), one line or two: the current token, and one that is accepted beside it.
         admin: The same for the admin.
         clock: Monotonic seconds.
     """
 
-    def __init__(self, worker: str = "", admin: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, job: str = "", admin: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._look: Callable[[], tuple[Tokens, Tokens] | None] | None = None
         self._due = 0.0
         self._signed = SignedCalls()
-        self._set(tuple(worker.split()), tuple(admin.split()))
+        self._set(tuple(job.split()), tuple(admin.split()))
 
     @classmethod
-    def read(cls, worker: Path, admin: Path, clock: Callable[[], float] = time.monotonic) -> Self:
+    def read(cls, job: Path, admin: Path, clock: Callable[[], float] = time.monotonic) -> Self:
         """Return the keys from two files, or else from the environment; a changed file counts within a second.
 
         A change that cannot be used changes nothing and is logged. An admin's token that cannot be used at the
         start counts as none.
 
         Raises:
-            Retryable: there is no worker's token, or it cannot be used. Without one all doors would be open.
+            Retryable: there is no job's token, or it cannot be used. Without one all doors would be open.
         """
-        files = _Files(worker, admin)
+        files = _Files(job, admin)
         keys = cls(clock=clock)
         keys._set(*files.first())
         keys._look = files.changed
@@ -107,7 +108,7 @@ class Keys:
             return proved
         scheme, _, credential = (header or b"").partition(b" ")
         claimed = hashlib.sha256(credential.strip()).digest()
-        role: Role | None = "worker" if self._open else None
+        role: Role | None = "host" if self._open else None
         for digest, known in self._digests:  # all of them, so that the time does not tell which one fits
             if hmac.compare_digest(digest, claimed):
                 role = known
@@ -117,15 +118,17 @@ class Keys:
             self._proved[header] = role
         return role
 
-    def _set(self, worker: Tokens, admin: Tokens) -> None:
-        self.worker, self.admin = (worker or ("",))[0], (admin or ("",))[0]
-        self._open = not worker
+    def _set(self, job: Tokens, admin: Tokens) -> None:
+        self.job, self.admin = (job or ("",))[0], (admin or ("",))[0]
+        self.worker = secret.worker_token(self.job)
+        self._open = not job
         self._proved: dict[bytes | None, Role] = {}  # whole headers that were right; found by a keyed hash of them
         self._digests: list[tuple[bytes, Role]] = [
-            (hashlib.sha256(view_key(token).encode()).digest(), "viewer") for token in worker
+            (hashlib.sha256(view_key(token).encode()).digest(), "viewer") for token in job
         ]
-        workers = ("",) if self._open else worker
-        self._signed.hold([*((token, "worker") for token in workers), *((token, "admin") for token in admin)])
+        workers = [(secret.worker_token(token), "worker") for token in job]
+        hosts = [(token, "host") for token in (("",) if self._open else job)]
+        self._signed.hold([*workers, *hosts, *((token, "admin") for token in admin)])
 
     def _refresh(self) -> None:
         """Look at the files, at most once in `LOOK_S`."""
@@ -145,8 +148,8 @@ class Keys:
 class _Files:
     """The two files of tokens, and how they looked when they were last read."""
 
-    def __init__(self, worker: Path, admin: Path) -> None:
-        self._files = (worker, admin)
+    def __init__(self, job: Path, admin: Path) -> None:
+        self._files = (job, admin)
         self._seen: object = None
 
     def first(self) -> tuple[Tokens, Tokens]:
@@ -155,26 +158,26 @@ class _Files:
         file, admin = self._files
         why = f"{file} is missing and {secret.TOKEN_VARIABLE} is not set"
         try:
-            worker = secret.read(file, secret.TOKEN_VARIABLE)
+            job = secret.read(file, secret.TOKEN_VARIABLE)
         except ConfigError as error:
-            worker, why = (), str(error)
-        if not worker:
+            job, why = (), str(error)
+        if not job:
             raise Retryable(
                 f"no lighthouse without the job's token: {why}; put the token back, then start it again"
             )
         try:
-            return worker, secret.read(admin, ADMIN_VARIABLE)
+            return job, secret.read(admin, ADMIN_VARIABLE)
         except ConfigError as error:
             _log.error("nobody is an admin: %s", error)
-            return worker, ()
+            return job, ()
 
     def changed(self) -> tuple[Tokens, Tokens] | None:
         """Return the tokens if a file has changed, else None. Raises ConfigError, once for each change."""
         before, self._seen = self._seen, self._marks()
         if self._seen == before:
             return None
-        worker, admin = self._files
-        return secret.read(worker, secret.TOKEN_VARIABLE), secret.read(admin, ADMIN_VARIABLE)
+        job, admin = self._files
+        return secret.read(job, secret.TOKEN_VARIABLE), secret.read(admin, ADMIN_VARIABLE)
 
     def _marks(self) -> list[object]:
         marks: list[object] = []
@@ -222,7 +225,7 @@ class Bearer(SecurityBase):
 
 
 def may(known: Role, wanted: Role) -> bool:
-    return known == wanted or wanted == "viewer"
+    return known == wanted or wanted == "viewer" or (known, wanted) == ("host", "worker")
 
 
 class RequestGate:

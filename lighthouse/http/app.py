@@ -152,6 +152,7 @@ def create_app(
     app = FastAPI(title="lighthouse", docs_url=None, redoc_url=None, openapi_url=None, responses=errors)
     v1 = APIRouter(prefix="/v1")
     worker, viewer = [Depends(Bearer(keys, "worker"))], [Depends(Bearer(keys, "viewer"))]
+    hosts = Bearer(keys, "host")
 
     @v1.post("/quorum", dependencies=worker, openapi_extra=takes(QuorumRequest))
     async def quorum() -> None:
@@ -159,11 +160,12 @@ def create_app(
 
     @v1.post("/processes", dependencies=worker, openapi_extra=takes(ProcessReport))
     async def processes(request: Request) -> Response:
-        """A supervisor says what runs and gets orders to evict; a host's agent gets what its host is to run."""
+        """A rank says which ranks live or have ended; a host's agent gets what its host is to run."""
         report = protocol.decode(await read(request.receive), ProcessReport)
         if report.host is None:
             reply = service.processes(report)
         else:
+            hosts.admit(request.scope["headers"], request.scope.get("role"))
             peer = request.client.host if request.client is not None else None
             reply = await attended(
                 service.host(report, peer), request.receive, partial(service.closed, report.host)

@@ -297,7 +297,7 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         return with_replica(s, replica, replace(rests, places=())), tuple(effects)
     if kind in ("left", "exit 0", "SIGTERM") and (leaves(s, replica, me) or s.finished or training_is_over(s)):
         return with_replica(s, replica, replace(rests, restart=again, done=False)), tuple(effects)
-    code, cause = rank.code if rank is not None else None, f"{kind}: {why}"
+    code, cause = restart.code_of(rank) if rank is not None else None, f"{kind}: {why}"
     narrow, too_few = me.narrow.after_run(
         ranks,
         policy.ranks,
@@ -322,7 +322,7 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         if me.prevented != prevents or late:  # a changed script is named again
             effects.append(Note("StartPrevented", cause, {**facts, "cause": prevents}))
         return _again(s, replica, replace(rests, restart=state, prevented=prevents), then, now, effects)
-    s, blamed = _blame(s, replica, me, why, code in OWN_FAULT or said not in ("", Cause.TEMPORARY))
+    s, blamed = _blame(s, replica, me, why, code in OWN_FAULT or said not in ("", Cause.TEMPORARY, Cause.HARDWARE))
     effects += blamed
     if code in (EXIT_CONFIG, EXIT_USAGE) and not me.contributed and not step:
         return _give_up(s, replica, rests, why, now, effects, wrong=why)

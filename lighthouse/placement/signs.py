@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import or_
 
 from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostReport
-from ft_hsdp.core.restart import LEAVING, Cause, exit_in_words
+from ft_hsdp.core.restart import LEAVING, Cause, code_of, exit_in_words
 from ft_hsdp.core.state_id import digest
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, EXIT_USAGE
 from ft_hsdp.memory.hosts import Host
@@ -117,7 +117,7 @@ def telling(me: PlacedReplica, ranks: int) -> tuple[str, EndedRank | None, str]:
         own,
         key=lambda each: (
             each[1].code in (EXIT_CONFIG, EXIT_USAGE),
-            each[1].code == EXIT_HARDWARE,
+            code_of(each[1]) == EXIT_HARDWARE,
             each[1].code not in (*LEAVING, EXIT_RETRYABLE),
             each[1].cause not in ("", Cause.TEMPORARY),
             each[1].code != EXIT_OK,

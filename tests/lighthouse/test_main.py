@@ -17,7 +17,7 @@ from ft_hsdp.config import Config, config_hash, dump, parse
 from ft_hsdp.core.grant import Continue, Grant
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import alive, read_json
-from ft_hsdp.secret import TOKEN_VARIABLE
+from ft_hsdp.secret import TOKEN_VARIABLE, worker_token
 from lighthouse import __main__ as program
 from lighthouse import runtime
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, name
@@ -122,7 +122,7 @@ def test_its_file_names_no_other_process_that_has_its_pid(run):
 def test_after_sigkill_the_same_epoch_goes_on_in_a_higher_term(run):
     with lighthouse(run) as (process, url):
         grant = first_epoch(url)
-        protocol.verify(TOKEN, grant)
+        protocol.verify(worker_token(TOKEN), grant)
         with client(url) as http:
             assert post(http, 0, at(1, 1), epoch=1) == Continue(1, 2)
         process.send_signal(signal.SIGKILL)

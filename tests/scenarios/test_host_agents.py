@@ -148,7 +148,7 @@ def test_machines_that_were_cut_off_come_back_with_old_copies(tmp_path: Path) ->
 @PROOF
 def test_the_words_of_the_page_run_a_job_and_lose_a_machine(tmp_path: Path) -> None:
     """`kill -9 %4` ends the holder of host c, which may be the spare one."""
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "machines.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "hosts.md").read_text(), re.DOTALL)
     (words,) = [block for block in blocks if "for name in" in block]
     with Rig(tmp_path, 1) as rig:
         (machine,) = rig.machines

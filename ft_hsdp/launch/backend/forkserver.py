@@ -14,6 +14,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -282,11 +283,20 @@ class ForkServer:
 
     async def _open_log(self) -> IO[bytes]:
         """Open the server's log, on a thread because a disk may hang; if this is cancelled, it is closed then."""
-        opening = asyncio.ensure_future(asyncio.to_thread(open_log, self._run / "forkserver.log"))
+        abandoned, opened = threading.Event(), list[IO[bytes]]()
+
+        def opening() -> IO[bytes]:
+            opened.append(open_log(self._run / "forkserver.log"))
+            if abandoned.is_set():
+                opened[0].close()  # here, because the event loop may have ended
+            return opened[0]
+
         try:
-            return await asyncio.shield(opening)
+            return await asyncio.to_thread(opening)
         except asyncio.CancelledError:
-            opening.add_done_callback(lambda done: done.exception() or done.result().close())
+            abandoned.set()
+            for log in opened:
+                log.close()
             raise
 
     async def _start(self) -> _Server:

@@ -20,7 +20,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostRanks
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Run
-from ft_hsdp.core.restart import LEAVING, exit_in_words
+from ft_hsdp.core.restart import LEAVING, Cause, exit_in_words
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.backend import gpus as gpu_shares
 from ft_hsdp.launch.backend import rank_end
@@ -39,6 +39,7 @@ from ft_hsdp.launch.backend.base import (
 from ft_hsdp.launch.backend.forkserver import OnExit
 from ft_hsdp.launch.backend.gpus import GpuShares
 from ft_hsdp.launch.backend.held import KeptRank
+from ft_hsdp.launch.backend.kernel_log import KernelLog
 from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port, stands_still
 from ft_hsdp.launch.backend.spares import SparePool
 from ft_hsdp.launch.progress import Changes
@@ -75,6 +76,7 @@ class HeldRanks(Changes):
         run: RunDir,
         changed: Callable[[], None] = lambda: None,
         emit: Callable[[Row], None] = lambda _: None,
+        evidence: Callable[[], str] = lambda: "",
     ) -> None:
         """Begin without processes.
 
@@ -84,6 +86,7 @@ class HeldRanks(Changes):
             run: The run's directory.
             changed: Called after each end.
             emit: Takes the event of a rank that ended by itself.
+            evidence: Says in one line that this machine's hardware is broken; "": nothing says so.
 
         Raises:
             LighthouseUnreachable: It is no incarnation.
@@ -113,6 +116,7 @@ class HeldRanks(Changes):
         self._run = run
         self._report_end = changed
         self._emit = emit
+        self._evidence = evidence
 
     @property
     def name(self) -> str:
@@ -160,8 +164,11 @@ class HeldRanks(Changes):
         said = rank_end.told(self._run, self.replica, rank, self.name) if code > 0 else None
         line = exit_line(rank, code, self._run.rank_log(self.replica, rank))
         why = said.error if said else self._why.get(rank) or line.partition(": ")[2]
+        cause = said.cause if said else ""
         first = not any(not each.killed for each in self.ends) and not gone.killed
-        self.ends.append(EndedRank(rank, code, gone.killed, said.cause if said else "", why[:WHY]))
+        if code not in LEAVING and not gone.killed and (broken := self._evidence()):
+            why, cause = f"{broken}; {why}", Cause.HARDWARE
+        self.ends.append(EndedRank(rank, code, gone.killed, cause, why[:WHY]))
         if first:
             facts = {"replica": self.replica, "incarnation": self.name, "rank": rank, "pid": gone.pid}
             self._emit(supervised("ProcessExited", line, kind=exit_in_words(code), **facts))
@@ -268,6 +275,7 @@ class LocalRanks:
         self._each = config.ranks_per_replica // (config.hosts.per_replica or 1)  # on one host
         self._gpus = GpuShares(gpus)
         wanted = config.spares // config.ranks_per_replica if whole and lone is None else 0
+        self.kernel_log = KernelLog()
         self.lone = lone is not None and config.spares > 0
         self.pool = SparePool(
             *(wanted, spares or run.spares, self._fork_spare, emit, config.timeouts.hold_s), first=lone or 0
@@ -344,6 +352,7 @@ class LocalRanks:
         """End all ranks and spares."""
         await self.pool.close()
         await self.forks.close()
+        self.kernel_log.close()
 
     async def _fork_spare(self, group: WorkerGroup) -> None:
         """Start the ranks of a spare, each as on a host of its own where a replica has several."""

@@ -47,7 +47,7 @@ def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) 
     app.include_router(views(journal, None, keys))
     with _listen(host, port) as sock:
         name = f"[{host}]" if sock.family == socket.AF_INET6 else host
-        opened(page_link(f"http://{name}:{sock.getsockname()[1]}", keys.worker))
+        opened(page_link(f"http://{name}:{sock.getsockname()[1]}", keys.job))
         server = uvicorn.Server(
             uvicorn.Config(app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         )

@@ -24,7 +24,7 @@ from uvicorn.server import ServerState
 
 from ft_hsdp.errors import Retryable
 from ft_hsdp.http_proof import NONE, SignedRequest
-from ft_hsdp.secret import TOKEN_VARIABLE
+from ft_hsdp.secret import TOKEN_VARIABLE, worker_token
 from lighthouse.http import connections
 from lighthouse.http.access import ADMIN_VARIABLE, LOOK_S, Keys, RequestGate, may, view_key
 from lighthouse.http.rate_limits import ADDRESSES, KIB, Buckets, Rates, TooMany, rule, source
@@ -64,12 +64,12 @@ def test_anything_else_does_not(header):
 
 
 def test_each_token_has_one_role():
-    assert role(KEYS, ADMIN) == "admin"
-    assert role(KEYS, view_key(TOKEN)) == "viewer"
-    assert role(KEYS, view_key(ADMIN)) is None
-    pairs = itertools.product(("viewer", "worker", "admin"), repeat=2)
-    refused = {("viewer", "worker"), ("viewer", "admin"), ("worker", "admin"), ("admin", "worker")}
-    assert {pair for pair in pairs if not may(*pair)} == refused
+    known = (TOKEN, worker_token(TOKEN), ADMIN, view_key(TOKEN), view_key(ADMIN))
+    assert [role(KEYS, token) for token in known] == ["host", "worker", "admin", "viewer", None]
+    pairs = itertools.product(("worker", "host", "admin"), ("viewer", "worker", "host", "admin"))
+    others = {("worker", "worker"), ("host", "worker"), ("host", "host"), ("admin", "admin")}
+    assert {pair for pair in pairs if may(*pair) and pair[1] != "viewer"} == others
+    assert all(may(role, "viewer") and not may("viewer", role) for role in ("worker", "host", "admin"))
 
 
 def test_digests_are_compared_in_constant_time(monkeypatch):
@@ -88,9 +88,9 @@ def test_digests_are_compared_in_constant_time(monkeypatch):
     assert not {TOKEN.encode(), ADMIN.encode()} & {side for pair in compared for side in pair}
 
 
-def test_without_a_token_everybody_is_a_worker_and_nobody_an_admin():
-    assert Keys("").role(None) == "worker"
-    assert Keys("", ADMIN).role(None) == "worker"
+def test_without_a_token_everybody_is_a_host_and_nobody_an_admin():
+    assert Keys("").role(None) == "host"
+    assert Keys("", ADMIN).role(None) == "host"
     assert role(Keys("", ADMIN), ADMIN) == "admin"
     assert role(Keys(TOKEN), ADMIN) is None
     assert role(Keys(TOKEN), "") is None
@@ -98,9 +98,9 @@ def test_without_a_token_everybody_is_a_worker_and_nobody_an_admin():
 
 def test_two_lines_are_two_tokens_and_the_first_is_the_current_one():
     keys = Keys(f"{NEXT}\n{TOKEN}\n", f"{ADMIN}\n{NEXT[:-1]}1")
-    assert keys.worker == NEXT
+    assert (keys.job, keys.worker) == (NEXT, worker_token(NEXT))
     assert keys.admin == ADMIN
-    assert [role(keys, t) for t in (NEXT, TOKEN, ADMIN, NEXT[:-1] + "1")] == ["worker", "worker", "admin", "admin"]
+    assert [role(keys, t) for t in (NEXT, TOKEN, ADMIN, NEXT[:-1] + "1")] == ["host", "host", "admin", "admin"]
     assert [role(keys, view_key(t)) for t in (NEXT, TOKEN)] == ["viewer", "viewer"]
 
 
@@ -125,7 +125,7 @@ def files(tmp_path):
 def test_files_are_read_again_when_they_change(files):
     ring = Keyring(files)
     keys = ring.keys
-    assert role(keys, TOKEN) == "worker"
+    assert role(keys, TOKEN) == "host"
     (files / "admin_token").write_text(f"{NEXT}\n{ADMIN}\n")
     ring.now += LOOK_S / 2
     assert role(keys, NEXT) is None  # not before it has looked
@@ -144,7 +144,7 @@ def test_a_change_that_cannot_be_used_changes_nothing(files, content, caplog):
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
             ring.look()
-            assert role(ring.keys, TOKEN) == "worker"
+            assert role(ring.keys, TOKEN) == "host"
     assert len(caplog.records) == 1  # said once, not every second
     assert "token: got" in caplog.text
     assert content.decode("latin-1") not in caplog.text or not content
@@ -156,7 +156,7 @@ def test_a_job_with_a_token_does_not_become_open(files, monkeypatch):
     (files / "token").unlink()
     ring.look()
     assert ring.keys.role(None) is None
-    assert role(ring.keys, TOKEN) == "worker"
+    assert role(ring.keys, TOKEN) == "host"
 
 
 def test_what_was_proved_is_forgotten_with_its_token_and_bounded(files):
@@ -169,14 +169,14 @@ def test_what_was_proved_is_forgotten_with_its_token_and_bounded(files):
     (files / "token").write_text(NEXT)
     ring.look()
     assert (role(keys, KEY), role(keys, TOKEN)) == (None, None)
-    assert role(keys, NEXT) == "worker"
+    assert role(keys, NEXT) == "host"
 
 
 def test_without_files_the_environment_counts(tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     monkeypatch.setenv(ADMIN_VARIABLE, ADMIN)
     keys = Keys.read(tmp_path / "token", tmp_path / "admin_token")
-    assert (role(keys, TOKEN), role(keys, ADMIN), keys.role(None)) == ("worker", "admin", None)
+    assert (role(keys, TOKEN), role(keys, ADMIN), keys.role(None)) == ("host", "admin", None)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"a b c", b"\xff" * 64, b"short"])
@@ -206,7 +206,7 @@ def test_a_missing_secret_closes_a_door(files, spoil, monkeypatch):
                 (files / name).rmdir()
             (files / "kept").replace(files / name)
     keys = Keys.read(files / "token", files / "admin_token")
-    assert (role(keys, TOKEN), role(keys, ADMIN), role(keys, ""), keys.role(None)) == ("worker", None, None, None)
+    assert (role(keys, TOKEN), role(keys, ADMIN), role(keys, ""), keys.role(None)) == ("host", None, None, None)
 
 
 # The gate and the door, piece by piece: sizes while they stream, places for streams, answers nobody reads.

@@ -10,10 +10,14 @@ import pytest
 
 from ft_hsdp import protocol
 from ft_hsdp.control.lighthouse_client import TokenProof
+from ft_hsdp.core.host_report import HostReport
+from ft_hsdp.core.restart import RestartPolicy
 from ft_hsdp.protocol import SupervisorReply
+from ft_hsdp.secret import worker_token
 from lighthouse.http import quorum_route
 from lighthouse.http.access import Keys, view_key
 from lighthouse.http.app import create_app
+from lighthouse.placement.state import PlacementPolicy
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, ask, at, make_service, name
 from tests.support.lighthouse.signed import gated
 
@@ -24,15 +28,15 @@ def make(total=1, long_poll_s=5.0):
     return make_service(total, long_poll_s=long_poll_s)[0]
 
 
-def client(service, auth=True):
+def client(service, token=TOKEN):
     transport = httpx.ASGITransport(app=gated(create_app(service, Keys(TOKEN)), Keys(TOKEN)))
-    auth = TokenProof(TOKEN) if auth else None
+    auth = TokenProof(token) if token else None
     return httpx.AsyncClient(transport=transport, base_url="http://lighthouse", auth=auth)
 
 
-async def call(method, path, service=None, auth=True, **arguments):
+async def call(method, path, service=None, token=TOKEN, **arguments):
     """One request to a lighthouse of its own."""
-    async with client(service or make(), auth) as http:
+    async with client(service or make(), token) as http:
         return await http.request(method, path, **arguments)
 
 
@@ -43,10 +47,22 @@ async def test_processes_answers_with_the_protocols_message():
     assert protocol.decode(response.content, SupervisorReply) == expected
 
 
+@pytest.mark.parametrize(("token", "status"), [(TOKEN, 200), (worker_token(TOKEN), 403)])
+async def test_only_the_jobs_token_speaks_for_a_host(token, status):
+    """A rank has the worker's token: with it nobody starts ranks, or reports the exits of a host."""
+    service, _ = make_service(total=1, placing=PlacementPolicy(1, 1, RestartPolicy(1, 0.0)))
+    report = protocol.ProcessReport({}, host=HostReport("near", "a", "here", 1, "127.0.0.1:4000"))
+    async with client(service, token) as http:
+        answer = await http.post("/v1/processes", content=protocol.encode(report))
+    assert answer.status_code == status
+    assigned = status == 200
+    assert (service.state.placement.starts, b'"incarnation"' in answer.content) == (assigned, assigned)
+
+
 async def test_status_and_health():
     status = (await call("GET", "/v1/status", make(2))).json()
     assert [row["replica"] for row in status["replicas"]] == [0, 1]
-    health = await call("GET", "/healthz", auth=False)
+    health = await call("GET", "/healthz", token="")
     assert (health.status_code, health.headers["date"][-3:]) == (200, "GMT")
 
 

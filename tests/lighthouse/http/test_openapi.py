@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import CHECKS, load_all_checks
 
 from ft_hsdp.http_proof import HEADER, NONE, SignedRequest
+from ft_hsdp.secret import worker_token
 from lighthouse.http.access import Keys, RequestGate, view_key
 from lighthouse.http.app import create_app
 from lighthouse.http.rate_limits import Rates
@@ -22,7 +23,7 @@ from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, MemoryStore
 
-TOKENS = {"viewer": view_key(TOKEN), "worker": TOKEN, "admin": ADMIN}
+TOKENS = {"viewer": view_key(TOKEN), "worker": worker_token(TOKEN), "host": TOKEN, "admin": ADMIN}
 
 
 class Local:
@@ -105,7 +106,7 @@ async def test_every_route_wants_the_role_that_it_names(method, path, operation)
     if not named:
         assert path == "/healthz"
         return
-    named |= TOKENS.keys() if "viewer" in named else set()
+    named |= TOKENS.keys() if "viewer" in named else {"host"} if "worker" in named else set()
     for headers in (
         {},
         {"Authorization": "Bearer wrong"},

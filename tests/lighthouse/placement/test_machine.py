@@ -382,10 +382,15 @@ def test_what_ends_a_replica_again_and_again_is_given_up_cordoned_or_halted() ->
         w.settle()
     assert "budget of 3" in w.me().given_up
     assert w.s.halted.startswith("every replica is lost")
+
+
+@pytest.mark.parametrize(("code", "cause", "cordoned"), [(EXIT_HARDWARE, "", 1), (-6, "hardware", 1), (-6, "", 0)])
+def test_a_host_whose_kernel_or_rank_names_broken_hardware_is_cordoned_at_once(code, cause, cordoned) -> None:
     w = World("a", "b", "c", replicas=1, each=1)
-    w.ends("a", 0, EXIT_HARDWARE)
+    w.ends("a", 0, code, cause=cause)
     w.settle()
-    assert (w.me().used, len(w.told("HostCordoned"))) == (("b",), 1)
+    assert (w.me().used, len(w.told("HostCordoned"))) == (("b",) if cordoned else ("a",), cordoned)
+    assert w.s.placement.fatal.ends == ()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import httpx
 
 from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.http_proof import HEADER, NONE, SCHEME, SignedRequest, keys_of
+from ft_hsdp.secret import worker_token
 from lighthouse.http.access import Keys, RequestGate
 from lighthouse.http.proofs import CHALLENGE_S
 from lighthouse.http.rate_limits import Rates
@@ -32,10 +33,11 @@ def proved(response: httpx.Response, authorization: str, token: str) -> httpx.Re
 
 
 def proof(authorization: str, status: int, body: bytes, token: str) -> str:
-    """The value of the header that proves an answer to a request of a holder of ``token``."""
+    """The value of the header that proves an answer to a request of a holder of ``token``, or of a worker."""
     scheme, key_id, *_, asked = authorization.split()
-    assert (scheme, key_id) == (SCHEME, keys_of(token).key_id)
-    return f"{CHALLENGE} {keys_of(token).answer(asked.encode(), CHALLENGE.encode(), status, body).decode()}"
+    keys = {keys.key_id: keys for keys in (keys_of(token), keys_of(worker_token(token)))}[key_id]
+    assert scheme == SCHEME
+    return f"{CHALLENGE} {keys.answer(asked.encode(), CHALLENGE.encode(), status, body).decode()}"
 
 
 def line_of(head: str, status: int, body: bytes, token: str) -> str:
