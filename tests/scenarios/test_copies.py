@@ -12,6 +12,7 @@ import pytest
 
 from ft_hsdp.launch.injection import inflict, parse_options
 from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.secret import worker_token
 from ft_hsdp.state.transfer.donor_connection import ask_held
 from tests.support.lighthouse.signed import BlockingProof
 from tests.support.scenarios.scenario_job import DEADLINE_S, Job, check
@@ -106,7 +107,7 @@ class Standing(Job):
         """The shards of a state that are in memory: host and rank of each."""
         replicas = range(len(list((self.run / "replicas").iterdir())))
         addresses = {agent["address"] for replica in replicas for agent in self.agents(replica).values()}
-        answers = ask_held(addresses, (self.run / "token").read_text().strip(), 5.0)
+        answers = ask_held(addresses, worker_token((self.run / "token").read_text().strip()), 5.0)
         return {(row.host, row.rank) for rows in answers.values() for row in rows if row.state.step == step}
 
     def until_known(self, head: int, condition: Callable[[], object], what: str) -> None:

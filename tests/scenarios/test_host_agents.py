@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ft_hsdp.launch.run.directory import read_json
+from ft_hsdp.secret import worker_token
 from ft_hsdp.state.transfer.donor_connection import ask_held
 from tests.support.machines import Rig, needs_machines
 from tests.support.machines_job import PORT, ROOT, STEPS, TOKEN, JobOnHosts
@@ -131,7 +132,7 @@ def test_machines_that_were_cut_off_come_back_with_old_copies(tmp_path: Path) ->
         old = job.rows(1)[-1]
         for machine in far:
             (agent,) = agents_of(job.kept(machine), 1).values()
-            held = machine.within(lambda agent=agent: ask_held({agent["address"]}, TOKEN, 5.0))
+            held = machine.within(lambda agent=agent: ask_held({agent["address"]}, worker_token(TOKEN), 5.0))
             assert {row.host for rows in held.values() for row in rows} == {machine.name}
             kept = max(row.state.step for rows in held.values() for row in rows)
             assert old["step"] - 1 <= kept <= old["step"] < job.step(0)  # one may not have heard of the commit
