@@ -170,17 +170,13 @@ class Rendezvous:
             await asyncio.to_thread(old.dispose)
         if answer.transport not in context.settings.offers:
             raise ProtocolViolation(f"the right neighbour wants transport {answer.transport[:20]!r}")
-        edge = Edge(
-            grant.epoch,
-            peer.member.replica,
-            context.settings.patient,
-            context.identity.token,
-            self._address(),
-            answer.door,
-            answer.ticket,
-        )
+        edge = self._edge(peer.member.replica, self._address(), answer.door, answer.ticket)
         peer.transport = answer.transport
         peer.sender = await KINDS[answer.transport].dial(edge, context.arena)
+
+    def _edge(self, member: int, address: str, offered: str, ticket: str) -> Edge:
+        settings, token = self._context.settings.patient, self._context.identity.token
+        return Edge(self.grant.epoch, member, settings, token, address, offered, ticket)
 
     def heard(self, peer: Peer, message: RingWelcome | RingBarrier) -> None:
         """Take a WELCOME or a barrier message from an edge of this ring; ignore those of other epochs."""
@@ -248,15 +244,7 @@ class Rendezvous:
         ticket, calls = context.listener.expect()
         host, _ = address.split(context.address(self.member_at(0)))
         offered = kind.offer(context.listener, host)
-        edge = Edge(
-            self.grant.epoch,
-            greeting.replica,
-            context.settings.patient,
-            context.identity.token,
-            "",
-            offered,
-            ticket,
-        )
+        edge = self._edge(greeting.replica, "", offered, ticket)
         self._admitting = asyncio.current_task()
         try:
             async with asyncio.timeout(context.settings.connect_timeout_s):

@@ -103,7 +103,7 @@ class ServedSnapshot:
     manifest: bytes  # from `shard_manifest.encode`, with checksums
     digest: str  # of the manifest, 64 hex digits
     extents: tuple[Extent, ...] = ()  # of a part: where its bytes lie in the memfd; (): from its begin on
-    room: Any = None  # what owns the memfd, if its lender does not
+    room: Any = None  # the lender's: what owns the memfd
 
 
 class SnapshotSource(Protocol):

@@ -163,7 +163,7 @@ class Corrupt(SnapshotStore):
             return lent
         wrong = bytearray(lent.manifest)
         wrong[self.at] ^= self.mask
-        return ServedSnapshot(lent.fd, lent.nbytes, bytes(wrong), lent.digest)
+        return replace(lent, manifest=bytes(wrong))
 
 
 def test_a_flipped_bit_is_found_wherever_it_is() -> None:

@@ -35,8 +35,23 @@ class Owner:
 
 
 @dataclass(eq=False, slots=True)
+class SlotMemory:
+    """The memory of a slot, and what is said of its content."""
+
+    number: int
+    fd: int
+    view: Bytes | None = None  # of what this process has written or verified
+    header: bytes = b""  # the encoded manifest of what is complete
+    layout: str = ""  # the fingerprint that it names, once it was listed
+    verified: Future[None] | None = None
+
+    def written_anew(self) -> None:
+        self.header, self.layout, self.verified = b"", "", None
+
+
+@dataclass(eq=False, slots=True)
 class Shard:
-    """The slots of one shard and, by slot number, what belongs to them. Not thread-safe."""
+    """The slots of one shard and, by slot number, their memory. Not thread-safe."""
 
     replica: int
     owner: Owner
@@ -44,11 +59,7 @@ class Shard:
     connected: bool = False  # the rank that writes it
     keeper: int | None = None  # the rank of this host that has ordered the copy
     slots: SnapshotSlots = field(default_factory=SnapshotSlots)
-    fds: dict[int, int] = field(default_factory=dict)  # of all slots
-    views: dict[int, Bytes] = field(default_factory=dict)  # of slots that this process has written or verified
-    headers: dict[int, bytes] = field(default_factory=dict)  # encoded manifests of complete slots
-    layouts: dict[int, str] = field(default_factory=dict)  # of complete slots, once they were listed
-    verified: dict[int, Future[None]] = field(default_factory=dict)
+    memory: dict[int, SlotMemory] = field(default_factory=dict)  # of all slots
     damaged: list[Damage] = field(default_factory=list)  # not yet reported to the rank
     acquired: int | None = None  # the slot that the rank itself reads
     growing: int = 0  # slots whose memory is being allocated
@@ -70,7 +81,7 @@ class Shard:
 
     @property
     def held_bytes(self) -> int:
-        return (len(self.fds) + self.growing) * self.owner.nbytes
+        return (len(self.memory) + self.growing) * self.owner.nbytes
 
     @property
     def needed_bytes(self) -> int:
@@ -98,11 +109,10 @@ class Shard:
             LookupError: There is no such slot any more.
             OSError: It cannot be mapped.
         """
-        view = self.views.get(number)
-        if view is None or view.flags.writeable == self.own:
-            view = shared_memory.attach(self.fds[number], self.owner.nbytes, writable=not self.own)
-            self.views[number] = view
-        return view
+        slot = self.memory[number]
+        if slot.view is None or slot.view.flags.writeable == self.own:
+            slot.view = shared_memory.attach(slot.fd, self.owner.nbytes, writable=not self.own)
+        return slot.view
 
     def abandon(self, *, reuse: bool) -> None:
         self.slots.abandon(reuse=reuse)
@@ -131,12 +141,8 @@ class Shard:
                 self.damaged = [*self.damaged, Damage(content, str(error))][-MAX_DAMAGED:]
 
     def sweep(self) -> None:
-        for number in self.fds.keys() - self.slots.numbers:
-            os.close(self.fds.pop(number))
-            self.views.pop(number, None)
-            self.headers.pop(number, None)
-            self.layouts.pop(number, None)
-            self.verified.pop(number, None)
+        for number in self.memory.keys() - self.slots.numbers:
+            os.close(self.memory.pop(number).fd)
 
 
 def compare(header: bytes, data: Bytes, content: Content, owner: Owner) -> None:

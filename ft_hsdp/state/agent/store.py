@@ -28,7 +28,7 @@ from ft_hsdp.errors import DataCorruption
 from ft_hsdp.memory.copies import MAX_COPIES
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent.messages import CompleteSnapshot, Damage, HeldSlice, ShardIndex, SliceIndex
-from ft_hsdp.state.agent.shard import INITIAL_SLOTS, Owner, Shard, check_memory, compare
+from ft_hsdp.state.agent.shard import INITIAL_SLOTS, Owner, Shard, SlotMemory, check_memory, compare
 from ft_hsdp.state.agent.slots import Content, SnapshotSlots
 from ft_hsdp.state.shared_memory import Bytes, ServedSnapshot
 from ft_hsdp.state.transfer import shard_manifest
@@ -99,7 +99,7 @@ class SnapshotStore:
             if sum(each.keeper is not None for each in others) >= MAX_COPIES:
                 raise ValueError(f"copies of {MAX_COPIES} shards are kept here already")
             self._check_room(INITIAL_SLOTS * owner.nbytes, others, budget)
-            if not any(each.owner == owner and each.fds for each in same):
+            if not any(each.owner == owner and each.memory for each in same):
                 check_memory(INITIAL_SLOTS * owner.nbytes)
             key, entry = self._fitted(replica, owner, own=False)
             entry.own, entry.keeper, self._budget = False, keeper, budget
@@ -190,7 +190,7 @@ class SnapshotStore:
             OSError: There is no descriptor left.
         """
         with self._lock:
-            return os.dup(self._shards[key].fds[number])
+            return os.dup(self._shards[key].memory[number].fd)
 
     def copies(self, keeper: int) -> dict[ShardIndex, ShardKey]:
         """Return what a rank of this host has ordered, by owner."""
@@ -240,7 +240,8 @@ class SnapshotStore:
             if entry.slots.full or entry.owner != owner or entry.own == copy or not entry.wanted:
                 os.close(fd)
                 return False
-            entry.fds[entry.slots.add()] = fd
+            number = entry.slots.add()
+            entry.memory[number] = SlotMemory(number, fd)
         return True
 
     def _may_grow(self, entry: Shard) -> bool:
@@ -262,9 +263,7 @@ class SnapshotStore:
                 return None
             number = entry.slots.stage(content, time.monotonic())
             if number is not None:
-                entry.headers.pop(number, None)
-                entry.layouts.pop(number, None)
-                entry.verified.pop(number, None)
+                entry.memory[number].written_anew()
             entry.sweep()
             return number
 
@@ -274,7 +273,7 @@ class SnapshotStore:
     def slots(self, key: Key) -> dict[int, int]:
         """Return the file descriptors of a rank's slots by slot number. They stay owned by the store."""
         with self._lock:
-            return dict(self._shards[key].fds)
+            return {number: slot.fd for number, slot in self._shards[key].memory.items()}
 
     def staged(self, key: Key, content: Content, header: bytes, number: int | None = None) -> None:
         """Mark ``content`` as complete. ``header`` is its encoded manifest.
@@ -289,7 +288,7 @@ class SnapshotStore:
             if number not in (None, entry.slots.written):
                 raise ValueError("its slot was dropped meanwhile")
             number = entry.slots.staged(content)
-            entry.headers[number] = header
+            entry.memory[number].header = header
             if entry.slots.pinned(time.monotonic()) == content:
                 self._verification(entry, number, content)
 
@@ -316,7 +315,7 @@ class SnapshotStore:
     def mark_settled(self, key: ShardKey, state: StateId, everywhere: bool = True) -> None:
         with self._entry(key) as entry:
             entry.slots.mark_settled(state, everywhere)
-            if everywhere or len(entry.fds) < INITIAL_SLOTS:  # or its own memory might never come
+            if everywhere or len(entry.memory) < INITIAL_SLOTS:  # or its own memory might never come
                 self._drop_other_widths(entry)
 
     def pin(self, key: ShardKey, state: StateId, seconds: float) -> None:
@@ -331,8 +330,9 @@ class SnapshotStore:
     @staticmethod
     def _compare_again(entry: Shard, number: int | None) -> None:
         """Forget a comparison that served an earlier reader: bits may have flipped since."""
-        if number in entry.verified and entry.verified[number].done():
-            del entry.verified[number]
+        slot = entry.memory[number] if number is not None else None
+        if slot is not None and slot.verified is not None and slot.verified.done():
+            slot.verified = None
 
     def unpin(self, key: ShardKey) -> None:
         with self._entry(key) as entry:
@@ -357,7 +357,7 @@ class SnapshotStore:
             if number is None:
                 return None
             entry.slots.borrow(number)
-            owner, fd, header = entry.owner, entry.fds[number], entry.headers[number]
+            owner, fd, header = entry.owner, entry.memory[number].fd, entry.memory[number].header
         try:
             compare(header, shared_memory.attach(fd, owner.nbytes, writable=False), state, owner)
         except (DataCorruption, OSError, ValueError) as error:
@@ -413,8 +413,9 @@ class SnapshotStore:
                 if entry is None or number is None:
                     return None
                 entry.slots.borrow(number)
-                fd, nbytes, header = entry.fds[number], entry.owner.nbytes, entry.headers[number]
-                served = ServedSnapshot(fd, nbytes, header, shard_manifest.digest(header))
+                slot, nbytes = entry.memory[number], entry.owner.nbytes
+                digest = shard_manifest.digest(slot.header)
+                served = ServedSnapshot(slot.fd, nbytes, slot.header, digest, room=(entry, number))
                 if not verify:
                     return served
                 verification = self._verification(entry, number, content)
@@ -432,23 +433,23 @@ class SnapshotStore:
     def held(self) -> tuple[HeldShard, ...]:
         with self._lock:
             found = [
-                (entry, kept, number, entry.headers[number])
+                (entry, kept, entry.memory[number], entry.memory[number].header)
                 for entry in self._shards.values()
                 for kept in entry.slots.held()
                 if (number := entry.slots.find(kept.state)) is not None
             ]
         rows: dict[tuple[StateId, int, Owner], HeldShard] = {}
-        for entry, kept, number, header in found:
-            owner, layout = entry.owner, entry.layouts.get(number)
-            if layout is None:
+        for entry, kept, slot, header in found:
+            owner, layout = entry.owner, slot.layout
+            if not layout:
                 try:
                     layout = shard_manifest.decode_header(header).layout
                 except DataCorruption as error:
                     _log.error("%s: the manifest of %s cannot be used: %s", entry, kept.state, error)
                     continue
                 with self._lock:
-                    if entry.headers.get(number) is header:
-                        entry.layouts[number] = layout
+                    if slot.header is header:
+                        slot.layout = layout
             row = HeldShard(
                 kept.state, entry.replica, owner.rank, owner.ranks, layout, owner.nbytes, kept.settled, self._host
             )
@@ -457,16 +458,12 @@ class SnapshotStore:
 
     def drop_damaged(self, served: ServedSnapshot, content: Content, error: Exception) -> None:
         with self._lock:
-            entry, number = self._borrowed(served)
+            entry, number = served.room
             entry.damage(number, content, error)
-
-    def _borrowed(self, served: ServedSnapshot) -> tuple[Shard, int]:
-        slots = {fd: (entry, number) for entry in self._shards.values() for number, fd in entry.fds.items()}
-        return slots[served.fd]
 
     def give_back(self, served: ServedSnapshot) -> None:
         with self._lock:
-            entry, number = self._borrowed(served)
+            entry, number = served.room
             entry.put_back(number)
 
     def close(self) -> None:
@@ -474,12 +471,11 @@ class SnapshotStore:
 
     def _verification(self, entry: Shard, number: int, content: Content) -> Future[None]:
         """Have a complete slot verified, which stays borrowed until then."""
-        if number not in entry.verified:
+        slot = entry.memory[number]
+        if slot.verified is None:
             entry.slots.borrow(number)
-            entry.verified[number] = self._verifier.submit(
-                self._verify, entry, number, content, entry.owner, entry.headers[number]
-            )
-        return entry.verified[number]
+            slot.verified = self._verifier.submit(self._verify, entry, number, content, entry.owner, slot.header)
+        return slot.verified
 
     def _verify(self, entry: Shard, number: int, content: Content, owner: Owner, header: bytes) -> None:
         try:

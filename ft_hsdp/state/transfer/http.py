@@ -208,17 +208,17 @@ class _Handler(BaseHTTPRequestHandler):
             if nbytes < GATHER:
                 short += os.pread(part.fd, nbytes, first)
             if short and (nbytes >= GATHER or len(short) >= SLICE):
-                self._send(short, paced)
+                self._send(memoryview(bytes(short)), paced)
                 short.clear()
             if nbytes >= GATHER:
                 send(part.fd, first, first + nbytes, paced)
-        self._send(short, paced)
+        self._send(memoryview(short), paced)
 
-    def _send(self, data: bytearray, paced: CopyStream | None) -> None:
+    def _send(self, data: memoryview, paced: CopyStream | None) -> None:
         at = 0
         while at < len(data):
-            with self._slice(paced, len(data) - at) as most:
-                self.connection.sendall(data[at : at + most])
+            with self._slice(paced, len(data) - at) as most, data[at : at + most] as piece:
+                self.connection.sendall(piece)
             self.reader.taken += most
             at += most
 
@@ -241,13 +241,8 @@ class _Handler(BaseHTTPRequestHandler):
         base = begin - begin % mmap.ALLOCATIONGRANULARITY
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         pages = mmap.mmap(fd, end - base, flags=flags, prot=mmap.PROT_READ, offset=base)
-        with pages, memoryview(pages) as segment:
-            at, last = begin - base, end - base
-            while at < last:
-                with self._slice(paced, last - at) as most, segment[at : at + most] as piece:
-                    self.connection.sendall(piece)
-                self.reader.taken += most
-                at += most
+        with pages, memoryview(pages) as segment, segment[begin - base : end - base] as wanted:
+            self._send(wanted, paced)
 
     @contextlib.contextmanager
     def _slice(self, paced: CopyStream | None, left: int) -> Iterator[int]:
