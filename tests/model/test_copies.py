@@ -16,7 +16,7 @@ from tests.model import copy_model, copy_world
 from tests.model.copies import LARGE, CopySpace
 from tests.model.copy_world import CopyBounds, CopyWorld, Move, has
 from tests.model.explore import Exploration, search
-from tests.model.mutants import broken
+from tests.model.mutants import Mutant, broken
 
 
 def explored(limit_s: float = 60, **bounds: Any) -> Exploration:
@@ -192,135 +192,115 @@ def _moved_into_its_rack(
 
 OF_RANK, PLANNED, COMMIT, VOTE = CopySpace.of_rank, CopySpace.planned, CopySpace.commit, CopySpace.vote
 IS_COPIED, SETTLE = CopySpace.is_copied, SnapshotSlots.mark_settled
-MUTANTS: dict[str, tuple[Any, str, Any, dict[str, Any], str]] = {
-    "a rank votes as soon as it has its own snapshot": (
-        *(Plan, "kept_by", lambda plan, host: ()),
-        {"hosts": 2, "losses": 1},
-        "not apart",
+MUTANTS: dict[str, Mutant] = {
+    "a rank votes as soon as it has its own snapshot": Mutant.of(
+        "not apart", {"hosts": 2, "losses": 1}, (Plan, "kept_by", lambda plan, host: ())
     ),
-    "a replica that has just returned counts as a copy of what it does not have yet": (
-        *(copy_model, "missing_copies", _behind_is_a_copy),
+    "a replica that has just returned counts as a copy of what it does not have yet": Mutant.of(
+        "not apart",
         {"replicas": 2, "hosts": 2, "losses": 1, "steps": 2},
-        "not apart",
+        (copy_model, "missing_copies", _behind_is_a_copy),
     ),
-    "copies are on different hosts of one rack": (
-        *(copy_model, "missing_copies", _racks_unknown),
+    "copies are on different hosts of one rack": Mutant.of(
+        "not apart",
         {"hosts": 4, "racks": 2, "level": "rack", "losses": 0, "steps": 1},
-        "not apart",
+        (copy_model, "missing_copies", _racks_unknown),
     ),
-    "a snapshot is written over the newest complete one": (
-        *(SnapshotSlots, "_usable", _newest_overwritten),
-        {"hosts": 2, "losses": 1},
+    "a snapshot is written over the newest complete one": Mutant.of(
+        "lost", {"hosts": 2, "losses": 1}, (SnapshotSlots, "_usable", _newest_overwritten)
+    ),
+    "what one rank left out counts as settled on the others": Mutant.of(
         "lost",
-    ),
-    "what one rank left out counts as settled on the others": (
-        *(SnapshotSlots, "mark_settled", lambda slots, state, everywhere: SETTLE(slots, state, True)),
         {"hosts": 2, "losses": 1, "skips": 1},
-        "lost",
+        (SnapshotSlots, "mark_settled", lambda slots, state, everywhere: SETTLE(slots, state, True)),
     ),
-    "the newest shard of each rank is taken, whatever state it is of": (
-        *(copy_model, "newest", _states_mixed),
-        {"hosts": 2, "losses": 1},
-        "mixed",
+    "the newest shard of each rank is taken, whatever state it is of": Mutant.of(
+        "mixed", {"hosts": 2, "losses": 1}, (copy_model, "newest", _states_mixed)
     ),
-    "a job comes back with a state that is older than it has to be": (
-        *(copy_model, "newest", _oldest_restored),
-        {"hosts": 2, "losses": 1},
-        "lost",
+    "a job comes back with a state that is older than it has to be": Mutant.of(
+        "lost", {"hosts": 2, "losses": 1}, (copy_model, "newest", _oldest_restored)
     ),
-    "a shard has one slot, whatever is in it": (
-        *(SnapshotSlots, "_usable", _one_slot),
-        {"hosts": 2, "losses": 1},
-        "lost",
+    "a shard has one slot, whatever is in it": Mutant.of(
+        "lost", {"hosts": 2, "losses": 1}, (SnapshotSlots, "_usable", _one_slot)
     ),
-    "a rank copies its shard of a step before the step is committed": (
-        *(CopySpace, "of_rank", _before_the_commit),
-        {"hosts": 2, "losses": 1},
+    "a rank copies its shard of a step before the step is committed": Mutant.of(
+        "not apart", {"hosts": 2, "losses": 1}, (CopySpace, "of_rank", _before_the_commit)
+    ),
+    "both replicas take it that the other one makes the copies that they lack together": Mutant.of(
         "not apart",
-    ),
-    "both replicas take it that the other one makes the copies that they lack together": (
-        *(copy_model, "missing_copies", _each_relies_on_the_other),
         {"replicas": 2, "hosts": 2, "copies": 3, "losses": 0, "steps": 1},
-        "not apart",
+        (copy_model, "missing_copies", _each_relies_on_the_other),
     ),
-    "of two states with the highest step, that of the older epoch is restored": (
-        *(copy_model, "newest", _steps_alone),
+    "of two states with the highest step, that of the older epoch is restored": Mutant.of(
+        "lost",
         {"hosts": 1, "copies": 1, "spares": 1, "losses": 0, "partitions": 1, "crashes": 1, "steps": 2},
-        "lost",
+        (copy_model, "newest", _steps_alone),
     ),
-    "a lost host keeps its place": (
-        *(copy_model, "assign", _lost_host_placed),
-        {"hosts": 2, "spares": 1, "losses": 1},
+    "a lost host keeps its place": Mutant.of(
+        "misplaced", {"hosts": 2, "spares": 1, "losses": 1}, (copy_model, "assign", _lost_host_placed)
+    ),
+    "a spare host that is lost is given": Mutant.of(
+        "misplaced", {"hosts": 2, "spares": 1, "losses": 2}, (copy_model, "assign", _lost_spare_given)
+    ),
+    "each replica gets the first spare host": Mutant.of(
         "misplaced",
-    ),
-    "a spare host that is lost is given": (
-        *(copy_model, "assign", _lost_spare_given),
-        {"hosts": 2, "spares": 1, "losses": 2},
-        "misplaced",
-    ),
-    "each replica gets the first spare host": (
-        *(copy_model, "assign", _spare_given_twice),
         {"replicas": 2, "hosts": 1, "spares": 1, "losses": 2, "steps": 1},
-        "misplaced",
+        (copy_model, "assign", _spare_given_twice),
     ),
-    "the plan names the hosts with which the job began": (
-        *(CopySpace, "planned", lambda space, well, alive, _, told: PLANNED(space, well, alive, (0, 1), told)),
+    "the plan names the hosts with which the job began": Mutant.of(
+        "not apart",
         {"hosts": 2, "spares": 1, "losses": 1},
-        "not apart",
+        (CopySpace, "planned", lambda space, well, alive, _, told: PLANNED(space, well, alive, (0, 1), told)),
     ),
-    "I1: a rank of an earlier start is let in": (
-        *(copy_model, "disagreement", _older_starts_pass),
-        {"hosts": 2, "losses": 1, "strays": 1, "steps": 1},
+    "I1: a rank of an earlier start is let in": Mutant.of(
         "two gangs",
-    ),
-    "I2: a rank is let in a second time, in the place of another one": (
-        *(copy_model, "disagreement", _any_seat_will_do),
         {"hosts": 2, "losses": 1, "strays": 1, "steps": 1},
+        (copy_model, "disagreement", _older_starts_pass),
+    ),
+    "I2: a rank is let in a second time, in the place of another one": Mutant.of(
         "no gang",
+        {"hosts": 2, "losses": 1, "strays": 1, "steps": 1},
+        (copy_model, "disagreement", _any_seat_will_do),
     ),
-    "a state that is not copied counts as left out, so the next snapshot is written over it": (
-        *(CopySpace, "commit", _not_copied_is_left_out),
-        {"hosts": 2, "every": 2, "losses": 0, "crashes": 1},
+    "a state that is not copied counts as left out, so the next snapshot is written over it": Mutant.of(
         "thrown away",
+        {"hosts": 2, "every": 2, "losses": 0, "crashes": 1},
+        (CopySpace, "commit", _not_copied_is_left_out),
     ),
-    "the commit after a state that is not copied says that it is kept": (
-        *(CopySpace, "is_told", lambda space, w, plan, state: True),
+    "the commit after a state that is not copied says that it is kept": Mutant.of(
+        "not apart",
         {"hosts": 2, "every": 2, "losses": 0},
-        "not apart",
+        (CopySpace, "is_told", lambda space, w, plan, state: True),
     ),
-    "half as many states are copied as are wanted": (
-        *(CopySpace, "is_copied", _too_few_states),
-        {"hosts": 2, "every": 2, "losses": 0, "steps": 7},
-        "too seldom",
+    "half as many states are copied as are wanted": Mutant.of(
+        "too seldom", {"hosts": 2, "every": 2, "losses": 0, "steps": 7}, (CopySpace, "is_copied", _too_few_states)
     ),
-    "a copy stays with the host that refuses it, whatever a commit says": (
-        *(copy_model, "move_refused", lambda members, plan, level, refusals: plan),
-        {"hosts": 3, "losses": 0, "refusals": 1},
+    "a copy stays with the host that refuses it, whatever a commit says": Mutant.of(
         "not protected",
+        {"hosts": 3, "losses": 0, "refusals": 1},
+        (copy_model, "move_refused", lambda members, plan, level, refusals: plan),
     ),
-    "a rank does not wait for the copy that its host refuses, before a commit has moved it": (
-        *(CopySpace, "vote", _refused_is_owed_no_more),
+    "a rank does not wait for the copy that its host refuses, before a commit has moved it": Mutant.of(
+        "not apart",
         {"hosts": 3, "losses": 0, "refusals": 1, "steps": 2},
-        "not apart",
+        (CopySpace, "vote", _refused_is_owed_no_more),
     ),
-    "a refused copy moves to any other host, also in the rack of its owner": (
-        *(copy_model, "move_refused", _moved_into_its_rack),
+    "a refused copy moves to any other host, also in the rack of its owner": Mutant.of(
+        "not apart",
         {"hosts": 3, "racks": 2, "level": "rack", "losses": 0, "refusals": 1},
-        "not apart",
+        (copy_model, "move_refused", _moved_into_its_rack),
     ),
-    "the host that refuses a shard frees it before the next host has a copy": (
-        *(CopySpace, "commit", _moved_copies_freed_at_once),
-        {"hosts": 2, "losses": 1, "refusals": 1},
-        "lost",
+    "the host that refuses a shard frees it before the next host has a copy": Mutant.of(
+        "lost", {"hosts": 2, "losses": 1, "refusals": 1}, (CopySpace, "commit", _moved_copies_freed_at_once)
     ),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_rule_is_found(name: str) -> None:
-    place, attribute, mutant, bounds, found = MUTANTS[name]
+    mutant = MUTANTS[name]
     copy_world.forget_slots()
-    with broken((place, attribute, mutant)):
-        result = search(CopySpace(CopyBounds(**bounds)), 40, liveness=False)
+    with broken(*mutant.patches):
+        result = search(CopySpace(CopyBounds(**mutant.space)), 40, liveness=False)
     copy_world.forget_slots()
-    assert result.violation.startswith(found), str(result)
+    assert result.violation.startswith(mutant.kind), str(result)

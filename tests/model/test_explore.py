@@ -14,7 +14,7 @@ from lighthouse.quorum import membership, rules, state, transition, witnesses
 from lighthouse.quorum.transition import outlived
 from tests.model import moves
 from tests.model.explore import Exploration, explore
-from tests.model.mutants import Patch, broken
+from tests.model.mutants import Mutant, broken
 from tests.model.world import Bounds
 
 NOTHING = {"deaths": 0, "pauses": 0, "restarts": 0}
@@ -287,159 +287,110 @@ KINDS = (
 )
 LINK = bounds(pauses=1, breaks=1)
 PAIR = bounds(replicas=2, steps=3, pauses=2, breaks=2, lapses=1)
-MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
-    "step numbers instead of lineage": (
-        [(state_id, "same", _step_only), (state_id, "newer", _higher_step)],
-        LINK,
-        True,
-        "agreement: ",
+MUTANTS: dict[str, Mutant] = {
+    "step numbers instead of lineage": Mutant.of(
+        "agreement: ", LINK, (state_id, "same", _step_only), (state_id, "newer", _higher_step)
     ),
-    "one step is one state": ([(state_id, "same", _step_only)], LINK, True, "agreement: "),
-    "cursors of one's own": (
-        [],
-        bounds(replicas=2, deaths=1, steps=3, replicated_cursors=False),
-        True,
-        "exactly once: ",
+    "one step is one state": Mutant.of("agreement: ", LINK, (state_id, "same", _step_only)),
+    "cursors of one's own": Mutant.of(
+        "exactly once: ", bounds(replicas=2, deaths=1, steps=3, replicated_cursors=False)
     ),
-    "tokens without a fence": (
-        [(core, "token_arrived", _of_any_attempt(voting.token_arrived))],
+    "tokens without a fence": Mutant.of(
+        "stuck: ",
         bounds(deaths=1, late_tokens=True),
-        True,
-        "stuck: ",
+        (core, "token_arrived", _of_any_attempt(voting.token_arrived)),
     ),
-    "tokens without a fence, safety": (
-        [(core, "token_arrived", _of_any_attempt(voting.token_arrived))],
-        bounds(replicas=2, deaths=1, breaks=1, late_tokens=True),
-        False,
+    "tokens without a fence, safety": Mutant.of(
         "lost commit: ",
+        bounds(replicas=2, deaths=1, breaks=1, late_tokens=True),
+        (core, "token_arrived", _of_any_attempt(voting.token_arrived)),
+        liveness=False,
     ),
-    "prepared records are dropped": (
-        [(Replica, "prepared", property(_nobody))],
-        LINK,
-        True,
-        "two histories: ",
+    "prepared records are dropped": Mutant.of("two histories: ", LINK, (Replica, "prepared", property(_nobody))),
+    "a yes is forgotten": Mutant.of(
+        "two histories: ", LINK, (core, "break_ring", _forget_the_yes(voting.break_ring))
     ),
-    "a yes is forgotten": (
-        [(core, "break_ring", _forget_the_yes(voting.break_ring))],
-        LINK,
-        True,
-        "two histories: ",
+    "everything is void": Mutant.of("two histories: ", LINK, (core, "void", _always), (rules, "void", _always)),
+    "silence is death": Mutant.of(
+        "", PAIR, (membership, "_grant_or_wait", _silence_is_death(membership._grant_or_wait))
     ),
-    "everything is void": (
-        [(core, "void", _always), (rules, "void", _always)],
-        LINK,
-        True,
-        "two histories: ",
+    "no overlap with other epochs": Mutant.of("", PAIR, (rules, "uncovered", _nobody)),
+    "states are not compared": Mutant.of(
+        "corrupt: ", bounds(flips=1), (core, "reduced", _no_digest(voting.reduced))
     ),
-    "silence is death": (
-        [(membership, "_grant_or_wait", _silence_is_death(membership._grant_or_wait))],
-        PAIR,
-        True,
-        "",
+    "leaves are not announced": Mutant.of(
+        "unsaid: ", bounds(replicas=2, leaves=1), (voting, "_decide", _leave_at_once(voting._decide))
     ),
-    "no overlap with other epochs": ([(rules, "uncovered", _nobody)], PAIR, True, ""),
-    "states are not compared": (
-        [(core, "reduced", _no_digest(voting.reduced))],
-        bounds(flips=1),
-        True,
-        "corrupt: ",
-    ),
-    "leaves are not announced": (
-        [(voting, "_decide", _leave_at_once(voting._decide))],
-        bounds(replicas=2, leaves=1),
-        True,
-        "unsaid: ",
-    ),
-    "nobody comes back": (
-        [(membership, "_grant_or_wait", _impatient(membership._grant_or_wait))],
-        bounds(replicas=2, deaths=2, recovery=True),
-        True,
+    "nobody comes back": Mutant.of(
         "given up: ",
+        bounds(replicas=2, deaths=2, recovery=True),
+        (membership, "_grant_or_wait", _impatient(membership._grant_or_wait)),
     ),
-    "whoever is in no remembered epoch is newer": (
-        [(transition, "admit", _in_no_epoch_is_newer(transition.admit))],
+    "whoever is in no remembered epoch is newer": Mutant.of(
+        "identity: ",
         bounds(replicas=2, doubles=1, steps=3, breaks=1),
-        True,
-        "identity: ",
+        (transition, "admit", _in_no_epoch_is_newer(transition.admit)),
     ),
-    "the last word of two supervisors counts": (
-        [(transition, "admit", _whoever_runs_is_newest(transition.admit))],
+    "the last word of two supervisors counts": Mutant.of(
+        "identity: ",
         bounds(replicas=2, doubles=1),
-        True,
-        "identity: ",
+        (transition, "admit", _whoever_runs_is_newest(transition.admit)),
     ),
-    "an older store is believed, and answers that do not fit are ignored": (
-        [(transition, "store_behind", _never), (core, "ask_again", _ignore_the_misfit)],
-        bounds(replicas=2, copies=1, breaks=1),
-        True,
+    "an older store is believed, and answers that do not fit are ignored": Mutant.of(
         "idle: ",
+        bounds(replicas=2, copies=1, breaks=1),
+        (transition, "store_behind", _never),
+        (core, "ask_again", _ignore_the_misfit),
     ),
-    "a local error counts as the neighbour's": (
-        [(membership, "record_failures", _count_nothing), (moves, "_exhausted", _blame_the_neighbour)],
+    "a local error counts as the neighbour's": Mutant.of(
+        "storm: ",
         bounds(replicas=2, shortages=1, steps=1),
-        True,
-        "storm: ",
+        (membership, "record_failures", _count_nothing),
+        (moves, "_exhausted", _blame_the_neighbour),
     ),
-    "failed edges are not counted": (
-        [(membership, "record_failures", _count_nothing)],
-        bounds(replicas=2, cut=(0, 1)),
-        True,
-        "storm: ",
+    "failed edges are not counted": Mutant.of(
+        "storm: ", bounds(replicas=2, cut=(0, 1)), (membership, "record_failures", _count_nothing)
     ),
-    "whoever is left out is let in at once": (
-        [(rules.Edges, "excluded", lambda *_: frozenset())],
-        bounds(replicas=2, cut=(0, 1)),
-        True,
-        "storm: ",
+    "whoever is left out is let in at once": Mutant.of(
+        "storm: ", bounds(replicas=2, cut=(0, 1)), (rules.Edges, "excluded", lambda *_: frozenset())
     ),
-    "a lease ends without a word": (
-        [(core, "_lease_ended", lambda s: (s, ()))],
-        bounds(replicas=2, exiles=1),
-        True,
-        "accused: ",
+    "a lease ends without a word": Mutant.of(
+        "accused: ", bounds(replicas=2, exiles=1), (core, "_lease_ended", lambda s: (s, ()))
     ),
-    "the head is not remembered": (
-        [(where, "raise_head", lambda s, _: s) for where in (witnesses, membership)],
-        bounds(replicas=2, deaths=1),
-        True,
+    "the head is not remembered": Mutant.of(
         "identity: ",
+        bounds(replicas=2, deaths=1),
+        *((where, "raise_head", lambda s, _: s) for where in (witnesses, membership)),
     ),
-    "an empty store begins with whoever asks": (
-        [(membership, "_silent", lambda *_: []), (membership, "_unheard", lambda *_: [])],
+    "an empty store begins with whoever asks": Mutant.of(
+        "",
         bounds(replicas=2, wipes=1, breaks=1),
-        True,
-        "",
+        (membership, "_silent", lambda *_: []),
+        (membership, "_unheard", lambda *_: []),
     ),
-    "whoever is behind has to wait for a grant": (
-        [(membership, "_catch_up", lambda s, *_: (s, ()))],
-        bounds(replicas=2, deaths=1, min_replicas=2),
-        True,
-        "stuck: ",
+    "whoever is behind has to wait for a grant": Mutant.of(
+        "stuck: ", bounds(replicas=2, deaths=1, min_replicas=2), (membership, "_catch_up", lambda s, *_: (s, ()))
     ),
-    "too few go on": (
-        [(membership, "_grant_or_wait", _whoever_is_left(membership._grant_or_wait))],
-        bounds(replicas=2, deaths=1, min_replicas=2),
-        True,
+    "too few go on": Mutant.of(
         "too few: ",
+        bounds(replicas=2, deaths=1, min_replicas=2),
+        (membership, "_grant_or_wait", _whoever_is_left(membership._grant_or_wait)),
     ),
-    "stale grants are adopted": (
-        [(core, "_adopt", _adopt_whatever(core._adopt))],
-        replace(PAIR, breaks=1),
-        True,
-        "",
+    "stale grants are adopted": Mutant.of(
+        "", replace(PAIR, breaks=1), (core, "_adopt", _adopt_whatever(core._adopt))
     ),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_without_the_rule_there_is_a_counter_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    patches, space, liveness, kind = MUTANTS[name]
-    with broken(*patches):
-        result = explore(space, limit_s=240, liveness=liveness)
+    mutant = MUTANTS[name]
+    with broken(*mutant.patches):
+        result = explore(mutant.space, limit_s=240, liveness=mutant.liveness)
     with capsys.disabled():
         print(f"\n{name}: {result}")
     _is_readable(result)
-    assert result.violation.startswith(kind)
+    assert result.violation.startswith(mutant.kind)
 
 
 def _is_readable(result: Exploration) -> None:

@@ -10,7 +10,7 @@ from ft_hsdp.core.grant import Report
 from lighthouse.quorum import rules, state, transition, witnesses
 from tests.model.explore import explore
 from tests.model.lies import LIES
-from tests.model.mutants import Patch, broken
+from tests.model.mutants import Mutant, broken
 from tests.model.world import Bounds
 
 
@@ -76,35 +76,37 @@ def _alone(s: state.LighthouseState, report: Report) -> bool:
     return s.grant is not None and not witnesses.others(s, report.replica, s.grant.epoch)
 
 
-MUTANTS: dict[str, tuple[list[Patch], Bounds, str]] = {
-    "one report is the head": ([(transition, "hear", _believe)], bounds("far"), "false head: "),
-    "one report is the base": ([(witnesses, "judge", _all_are_right)], bounds("far", breaks=1), "false head: "),
-    "one record is the base": ([(witnesses, "judge", _all_are_right)], bounds("record", breaks=1), "false head: "),
-    "a record on the head is denied by nobody": (
-        [(witnesses, "_denials", lambda *_: 0)],
-        bounds("forged", replicas=3, steps=1, breaks=1),
+MUTANTS: dict[str, Mutant] = {
+    "one report is the head": Mutant.of("false head: ", bounds("far"), (transition, "hear", _believe)),
+    "one report is the base": Mutant.of(
+        "false head: ", bounds("far", breaks=1), (witnesses, "judge", _all_are_right)
+    ),
+    "one record is the base": Mutant.of(
+        "false head: ", bounds("record", breaks=1), (witnesses, "judge", _all_are_right)
+    ),
+    "a record on the head is denied by nobody": Mutant.of(
+        "false head: ", bounds("forged", replicas=3, steps=1, breaks=1), (witnesses, "_denials", lambda *_: 0)
+    ),
+    "an old request contradicts": Mutant.of(
+        "", bounds("far", breaks=1), (witnesses.Peers, "of", _asked_is_left(witnesses.Peers.of))
+    ),
+    "one report halts the job": Mutant.of("halted: ", bounds("diverged"), (transition, "agree", _says_so)),
+    "the last one needs no record": Mutant.of(
+        "false head: ", bounds("far", replicas=1), (witnesses, "alone", _alone)
+    ),
+    "one name of the first state is as good as another": Mutant.of(
         "false head: ",
-    ),
-    "an old request contradicts": (
-        [(witnesses.Peers, "of", _asked_is_left(witnesses.Peers.of))],
-        bounds("far", breaks=1),
-        "",
-    ),
-    "one report halts the job": ([(transition, "agree", _says_so)], bounds("diverged"), "halted: "),
-    "the last one needs no record": ([(witnesses, "alone", _alone)], bounds("far", replicas=1), "false head: "),
-    "one name of the first state is as good as another": (
-        [(rules, "Counter", lambda states: dict.fromkeys(states, 1))],
         bounds("lineage", replicas=3, steps=1, breaks=1),
-        "false head: ",
+        (rules, "Counter", lambda states: dict.fromkeys(states, 1)),
     ),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_without_the_rule_there_is_a_counter_example(name: str) -> None:
-    patches, space, kind = MUTANTS[name]
-    with broken(*patches):
-        result = explore(space, limit_s=240)
+    mutant = MUTANTS[name]
+    with broken(*mutant.patches):
+        result = explore(mutant.space, limit_s=240)
     assert result.violation, "no counter-example"
-    assert result.violation.startswith(kind), str(result)
+    assert result.violation.startswith(mutant.kind), str(result)
     assert any("reports a wrong" in line for line in result.transcript), str(result)
