@@ -26,64 +26,19 @@ ROOT = Path(__file__).parents[3]
 IMAGE = Site(image="registry.example/ft_hsdp:1")
 K8S = "#/$defs/io.k8s.api.core.v1."
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
-TEXT, COUNT, YES = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
-NAMED = {"type": "object", "additionalProperties": TEXT}
 
 
-def _only(required: str, **properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "required": required.split(),
-        "properties": properties,
-    }
-
-
-# From KubeRay's API reference (ray.io/v1 of KubeRay 1.6), as far as it is used.
-HEAD_GROUP = _only("rayStartParams template", rayStartParams=NAMED, template={"$ref": f"{K8S}PodTemplateSpec"})
-WORKER_GROUP = _only(
-    "groupName template",
-    groupName=TEXT,
-    replicas=COUNT,
-    minReplicas=COUNT,
-    maxReplicas=COUNT,
-    labels=NAMED,
-    rayStartParams=NAMED,
-    template={"$ref": f"{K8S}PodTemplateSpec"},
-)
-CLUSTER = _only(
-    "headGroupSpec workerGroupSpecs rayVersion",
-    rayVersion=TEXT,
-    authOptions=_only("mode", mode={"enum": ["token", "disabled"]}),
-    headGroupSpec=HEAD_GROUP,
-    workerGroupSpecs={"type": "array", "items": WORKER_GROUP},
-)
-RAY_JOB = _only(
-    "apiVersion kind metadata spec",
-    apiVersion={"const": "ray.io/v1"},
-    kind={"const": "RayJob"},
-    metadata={"$ref": "#/$defs/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"},
-    spec=_only(
-        "entrypoint rayClusterSpec",
-        entrypoint=TEXT,
-        shutdownAfterJobFinishes=YES,
-        ttlSecondsAfterFinished=COUNT,
-        backoffLimit=COUNT,
-        submitterPodTemplate={"$ref": f"{K8S}PodTemplateSpec"},
-        rayClusterSpec=CLUSTER,
-    ),
-)
 ROOTS = {
     "ConfigMap": {"$ref": f"{K8S}ConfigMap"},
     "PersistentVolumeClaim": {"$ref": f"{K8S}PersistentVolumeClaim"},
     "JobSet": {"$ref": "#/$defs/JobsetV1alpha2JobSet"},
-    "RayJob": RAY_JOB,
+    "RayJob": {"$ref": "#/$defs/RayJob"},
 }
 
 
 @cache
 def _definitions() -> dict[str, Any]:
-    files = [ROOT / "tests/launch/schemas" / name for name in ("kubernetes.json", "jobset.json")]
+    files = [ROOT / "tests/launch/schemas" / name for name in ("kubernetes.json", "jobset.json", "rayjob.json")]
     return {name: schema for file in files for name, schema in json.loads(file.read_text())["$defs"].items()}
 
 

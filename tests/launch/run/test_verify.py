@@ -270,62 +270,49 @@ def test_a_run_that_went_back_by_several_steps_passes(tmp_path: Path) -> None:
     assert verify(run).breaches == []
 
 
+def said(file: str, line: int, **values: Any) -> Callable[[RunDir], None]:
+    """A line of a file, which may be that of a replica, has other values."""
+    name, _, replica = file.partition(" ")
+
+    def plant(run: RunDir) -> None:
+        found = getattr(run, name)
+        edit(found(int(replica)) if replica else found, line, lambda row: row.update(values))
+
+    return plant
+
+
 PLANTED: dict[str, tuple[Callable[[RunDir], None], str]] = {
-    "an epoch falls": (lambda r: edit(r.lighthouse_events, 3, lambda x: x.update(epoch=1)), "a higher epoch"),
-    "a member twice": (lambda r: edit(r.lighthouse_events, 2, lambda x: x["members"].append(0)), "at most once"),
-    "a base of nobody": (
-        lambda r: edit(r.lighthouse_events, 4, lambda x: x.update(base=[2, 8, "X"])),
-        "was committed",
-    ),
+    "an epoch falls": (said("lighthouse_events", 3, epoch=1), "a higher epoch"),
+    "a member twice": (said("lighthouse_events", 2, members=[0, 1, 2, 0]), "at most once"),
+    "a base of nobody": (said("lighthouse_events", 4, base=[2, 8, "X"]), "was committed"),
     "a term again": (
         lambda r: insert(r.lighthouse_events, 3, event("LighthouseStarted", 1.0, term=7)),
         "a term of its own",
     ),
-    "a guest in the ring": (
-        lambda r: edit(r.commits(0), 5, lambda x: x.update(ring=[0, 1, 2])),
-        "of the members [0, 2]",
-    ),
-    "an epoch of nobody": (lambda r: edit(r.commits(0), 5, lambda x: x.update(epoch=9)), "that was granted"),
-    "who was behind": (
-        lambda r: edit(r.lighthouse_events, 4, lambda x: x["roles"].update({"1": "behind"})),
-        "to contribute",
-    ),
+    "a guest in the ring": (said("commits 0", 5, ring=[0, 1, 2]), "of the members [0, 2]"),
+    "an epoch of nobody": (said("commits 0", 5, epoch=9), "that was granted"),
+    "who was behind": (said("lighthouse_events", 4, roles={**ALL, "1": "behind"}), "to contribute"),
     "units that no contribution has": (
-        lambda r: edit(r.commits(0), 5, lambda x: x.update(units=9)),
-        "units 9; expected: 2, by its contributions",
+        said("commits 0", 5, units=9),
+        "units 9; expected: 2, by its",
     ),
-    "units that were not wanted": (
-        lambda r: edit(r.lighthouse_events, 3, lambda x: x.update(units_wanted=12)),
-        "units_wanted 3; expected: 12",
-    ),
-    "two tell one step apart": (
-        lambda r: edit(r.commits(2), 3, lambda x: x.update(digest="e")),
-        "for this lineage",
-    ),
-    "two lineages": (lambda r: edit(r.commits(2), 12, lambda x: x.update(lineage="X")), "one commit"),
-    "a broken chain": (lambda r: edit(r.commits(0), 3, lambda x: x.update(prev="X")), "which it committed before"),
+    "units that were not wanted": (said("lighthouse_events", 3, units_wanted=12), "units_wanted 3; expected: 12"),
+    "two tell one step apart": (said("commits 2", 3, digest="e"), "for this lineage"),
+    "two lineages": (said("commits 2", 12, lineage="X"), "one commit"),
+    "a broken chain": (said("commits 0", 3, prev="X"), "which it committed before"),
     "a break of the whole chain": (broken, "step 3, lineage X3, as the replicas have"),
     "a line of nobody": (
-        lambda r: edit(r.metrics, 12, lambda x: x.update(lineage="X")),
+        said("metrics", 12, lineage="X"),
         "lineage X; expected: step 12, lineage L12, as the replicas have",
     ),
     "the last line": (lambda r: drop(r.metrics, STEPS), "the end; expected: step 12"),
-    "another configuration of a lighthouse": (
-        lambda r: edit(r.lighthouse_events, 1, lambda x: x.update(config_hash="X")),
-        "of config.yaml",
-    ),
-    "another configuration of a replica": (
-        lambda r: edit(r.final(2), 1, lambda x: x.update(config_hash="X")),
-        "of config.yaml",
-    ),
+    "another configuration of a lighthouse": (said("lighthouse_events", 1, config_hash="X"), "of config.yaml"),
+    "another configuration of a replica": (said("final 2", 1, config_hash="X"), "of config.yaml"),
     "a batch that nobody fed": (lambda r: drop(r.fed(1), 3), "each exactly once"),
-    "another digest at the end": (
-        lambda r: edit(r.final(1), 1, lambda x: x.update(digest="e")),
-        "at the same state",
-    ),
-    "a figure of the summary": (lambda r: edit(r.summary, 1, lambda x: x.update(tokens=1)), "by the logs"),
+    "another digest at the end": (said("final 1", 1, digest="e"), "at the same state"),
+    "a figure of the summary": (said("summary", 1, tokens=1), "by the logs"),
     "a step of metrics": (lambda r: drop(r.metrics, 4), "step 4, lineage L4, as the replicas have"),
-    "NaN": (lambda r: edit(r.metrics, 4, lambda x: x.update(loss=float("nan"))), "no strict JSON"),
+    "NaN": (said("metrics", 4, loss=float("nan")), "no strict JSON"),
 }
 
 
@@ -341,7 +328,7 @@ def both(change: Callable[[Row], Any], line: int = 6) -> Callable[[RunDir], None
 
 OF_WIDTHS: dict[str, tuple[Callable[[RunDir], None], str]] = {
     "two tell other widths": (
-        lambda r: edit(r.commits(1), 6, lambda x: x.update(ring_widths=[1, 2])),
+        said("commits 1", 6, ring_widths=[1, 2]),
         "ring_widths [1, 2]; expected: [2, 1], as replicas/0/commits.jsonl:6 has for this lineage",
     ),
     "one tells no widths": (
@@ -371,7 +358,7 @@ OF_WIDTHS: dict[str, tuple[Callable[[RunDir], None], str]] = {
         "ranks {0: 2, 1: 2}; expected: {0: 1}, as lighthouse/events.jsonl:4 has",
     ),
     "steps of fewer ranks": (
-        lambda r: edit(r.summary, 1, lambda x: x.update(narrow_steps={"1": 9})),
+        said("summary", 1, narrow_steps={"1": 9}),
         "narrow_steps {'1': 9}; expected: {'1': 8}, by the logs",
     ),
     "no steps of fewer ranks": (
