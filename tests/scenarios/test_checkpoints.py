@@ -123,11 +123,10 @@ def test_a_copy_that_one_rank_left_out_costs_no_older_one(tmp_path: Path) -> Non
     }
     steps = 16
     with Job(tmp_path, steps, replicas=1, debug__failpoints=points, quorum__on_lost_head="rollback") as job:
-        check(job.end(), steps)
+        job.ends_well(steps)
         assert job.events("SnapshotSkipped", replica=0, rank=1, step=8)
         (restored,) = job.events("StateRestored", replica=0)
         assert (restored["step"], restored["origin"]) == (7, "agent")
-        assert job.replayed()["equal"]
 
 
 @pytest.mark.soak
@@ -135,13 +134,12 @@ def test_the_one_of_two_whose_memory_changed_ends_and_comes_back_with_its_copy(t
     """A slice is compared at each step: that of the flipped byte is looked at after step 16."""
     points = {"live-flip": {"replicas": [1], "rank": 0, "step": SLICES}}
     with Job(tmp_path, STEPS, replicas=2, debug__failpoints=points) as job:
-        check(job.end(), STEPS)
+        job.ends_well(STEPS)
         (found,) = job.events("StateCorrupt", replica=1, rank=0)
         assert "slice 0 of" in found["reason"]
         assert job.events("StateRestored", replica=1, origin="agent")
         assert not job.events("JobHalted")
         assert not job.events("StateDiverged")
-        assert job.replayed()["equal"]
 
 
 # The replica that writes a checkpoint is killed while it writes: another one, or its next life, writes one.

@@ -64,7 +64,7 @@ def test_two_replicas_that_differ_may_begin_again_from_the_newest_checkpoint(tmp
     points = {"state-flip": {"replicas": [1], "rank": 0, "step": SLICES}}
     settings = {"checkpoint__every": 6, "quorum__on_divergence": "checkpoint"}
     with Job(tmp_path, STEPS, replicas=2, debug__failpoints=points, **settings) as job:
-        check(job.end(), STEPS)
+        job.ends_well(STEPS)
         assert job.events("RewindOrdered")
         (rolled,) = job.events("HeadRolledBack")
         assert rolled["steps"] > 1, "steps that metrics.jsonl had are to be undone"
@@ -72,7 +72,6 @@ def test_two_replicas_that_differ_may_begin_again_from_the_newest_checkpoint(tmp
         (restored,) = {e["step"] for e in job.events("StateRestored")}
         assert restored in (6, 12), "that of step 12 may still be in writing"
         assert not job.events("JobHalted")
-        assert job.replayed()["equal"]
         assert verify(RunDir(job.run)).breaches == []
 
 

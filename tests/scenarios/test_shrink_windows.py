@@ -11,7 +11,7 @@ import pytest
 from ft_hsdp.launch.injection import Inflicted, inflict, parse_options
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.recorder import commits_of
-from tests.support.scenarios.scenario_job import Job, check
+from tests.support.scenarios.scenario_job import Job
 
 SAFE = {"quorum.on_lost_head": "rollback", "timeouts.place_s": 0.3, "timeouts.stop_s": 1.5, "debug.faults": True}
 
@@ -54,14 +54,6 @@ def stands_in_its_fetch(replica: int, rank: int) -> dict[str, Any]:
     return {"debug.failpoints": {"fetch": point}}
 
 
-def finish(job: Job, steps: int) -> dict[str, Any]:
-    """The job to its end: exactly once, one state, replayed bit by bit."""
-    summary = job.end()
-    check(summary, steps)
-    assert job.replayed()["equal"]
-    return summary
-
-
 @pytest.mark.proof
 def test_a_replica_loses_another_host_while_it_fetches(tmp_path: Path) -> None:
     """What its ranks fetch is void: the fewer ones fetch their parts. The host is back before they train."""
@@ -72,7 +64,7 @@ def test_a_replica_loses_another_host_while_it_fetches(tmp_path: Path) -> None:
         spare = lose(job, 1, "s0")
         job.until(lambda: job.events("Shrunk"), "fewer ranks")
         spare.lifted("it is back")
-        finish(job, 40)
+        job.ends_well(40)
         assert changes(job, 1) == [(2, 1), (1, 2)]
         assert contributed(job, 0, 1, 2)
         first = [row["rank"] for row in job.events("FetchCompleted") if row["incarnation"].endswith("-1")]
@@ -95,7 +87,7 @@ def test_the_number_of_ranks_of_a_donor_changes_while_another_replica_is_behind(
             os.kill(behind, signal.SIGCONT)
         job.until(lambda: contributed(job, 0, 3, 4), "both train")
         host.lifted("it is back")
-        finish(job, 100)
+        job.ends_well(100)
         assert changes(job, 0)[:1] == [(4, 3)]
         assert changes(job, 1) == []
 
@@ -115,7 +107,7 @@ def test_one_of_two_replicas_trains_with_three_of_four_ranks_and_a_connection_is
         job.until(lambda: contributed(job, before, 2, 4), "two and four ranks")
         for host in hosts:
             host.lifted("it is back")
-        finish(job, 80)
+        job.ends_well(80)
         assert changes(job, 0) == [(4, 3), (3, 2), (2, 4)]
         assert not commits_of(RunDir(job.run.resolve()))[-1].get("ring_widths")
 
@@ -129,7 +121,7 @@ def test_the_only_replica_gets_its_host_back_while_it_shrinks(tmp_path: Path) ->
         host = lose(job, 0, "r0h2")
         job.until(lambda: starts(job, 0) == 2, "fewer ranks start")
         host.lifted("it is back")
-        summary = finish(job, 30)
+        summary = job.ends_well(30)
         assert changes(job, 0) == [(4, 3), (3, 4)]
         died = [row for row in job.events("ReplicaExited") if row["incarnation"].endswith("-1")]
         assert [(row["kind"], row["rank"]) for row in died] == [("SIGKILL", 0)], "in its fetch"
@@ -143,14 +135,13 @@ def test_another_host_is_lost_after_the_order_to_leave_and_before_all_ranks_star
         job.until(lambda: job.step() >= 5 and job.events("Protected"), "copies")
         first = lose(job, 0, "r0h2")
         job.until(lambda: job.events("Shrunk"), "two ranks")
-        narrow = job.step()
-        job.until(lambda: job.step() >= narrow + 2, "it trains on")
+        job.more(2)
         first.lifted("it is back")
         job.until(lambda: job.events("LeaveRequested"), "the order to leave")
         second = lose(job, 0, "r0h1")
         job.until(lambda: starts(job, 0) == 3, "the next start")
         second.lifted("it is back, too")
-        summary = finish(job, 40)
+        summary = job.ends_well(40)
         assert changes(job, 0) == [(3, 2), (2, 3)]
         ranks = [len(row["pids"]) for row in job.events("ReplicaStarted")]
         assert (ranks[:3], ranks[-1]) == ([3, 2, 2], 3)

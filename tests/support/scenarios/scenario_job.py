@@ -162,6 +162,19 @@ class Job(StartedJob):
         assert not bare, f"no sentence for {bare}"
         return summary
 
+    def ends_well(self, steps: int) -> dict[str, Any]:
+        """Wait for an end as if nothing had happened: a replay has the same bits, too. The summary."""
+        summary = self.end()
+        check(summary, steps)
+        verdict = self.replayed()
+        assert verdict["equal"], verdict
+        return summary
+
+    def more(self, steps: int) -> None:
+        """Wait for so many more steps."""
+        goal = self.step() + steps
+        self.until(lambda: self.step() >= goal, f"step {goal}")
+
     def replay_command(self) -> list[str]:
         """What trains the recorded run again."""
         command = [sys.executable, str(ROOT / "launcher.py"), "replay", self.run.name, "--json"]
