@@ -328,15 +328,6 @@ async def test_a_token_in_time_is_followed_by_no_alarm(scene: Callable[..., Scen
     assert not s.named(effects.StopRing)
 
 
-async def test_ranks_that_saw_different_contributors_end_the_replica(s: Scene) -> None:
-    await s.granted(grant(1, 0, 1))
-    s.vote(0, AttemptId(1, 1, 0), (0, 1))
-    s.vote(1, AttemptId(1, 1, 0), (0,))
-    (end,) = s.named(effects.Exit)
-    assert (end.code, "different contributors" in end.reason) == (75, True)
-    assert not s.tokens
-
-
 async def test_a_new_ask_cancels_the_old_one(s: Scene) -> None:
     await one_step(s)
     await s.until(lambda: len(s.lighthouse.asks) == 2, "asks for step 2")
@@ -447,22 +438,6 @@ async def test_the_digests_of_all_ranks_are_compared_in_one_if_all_have_one(s, m
     assert s.tokens[0].digests == compared
 
 
-@pytest.mark.parametrize("wrong", [(0,), (2,)])
-async def test_a_divergence_is_journalled_and_ends_only_the_minority(s: Scene, wrong: tuple[int, ...]) -> None:
-    await s.granted(replace(grant(1, 0, 1, 2), total=3))
-    both_vote(s, AttemptId(1, 1, 0), (0, 1, 2), state_digest="a")
-    mine = s.tokens[0].digests[0][1]
-    digests = tuple((r, mine if (r in wrong) == (0 in wrong) else "other") for r in range(3))
-    s.leader.token(replace(s.tokens[0], yes=False, digests=digests))
-    (event,) = s.events("StateDiverged")
-    assert (event["replicas"], event["slice"], event["majority"]) == (list(wrong), 0, True)
-    assert f"replicas {wrong[0]} differ in slice 0" in event["reason"]
-    last = [type(o) for o in s.orders[-3:]]
-    assert (last == [effects.StopRing, effects.DropSnapshots, effects.Exit]) == (0 in wrong)
-    assert s.named(effects.DropCopies) == ([] if 0 in wrong else [effects.DropCopies(wrong)])
-    assert not s.named(effects.Commit)
-
-
 async def test_a_checkpoint_is_whole_when_all_ranks_have_written_it(scene: Callable[..., Scene]) -> None:
     s = scene(rules=ReplicaPolicy(checkpoint_every=1))
     await one_step(s)
@@ -478,22 +453,6 @@ async def test_a_checkpoint_is_whole_when_all_ranks_have_written_it(scene: Calla
     s.leader.received(RankCheckpointed(1, order.state))
     assert len(s.events("CheckpointWritten")) == 1
     assert not s.leader.replica.checkpoint_failed
-
-
-async def test_a_checkpoint_that_failed_is_told_once_and_given_to_another(scene: Callable[..., Scene]) -> None:
-    s = scene(rules=ReplicaPolicy(checkpoint_every=1))
-    await one_step(s)
-    (order,) = s.named(effects.WriteCheckpoint)
-    for rank in (1, 0):
-        s.leader.received(RankCheckpointFailed(rank, order.state, "no space left"))
-    (event,) = s.events("CheckpointFailed")
-    assert (event["reason"], event["at_rank"], event["step"]) == ("no space left", 1, 1)
-    s.lighthouse.answers.put_nowait(grant(2, 0, 1, base=order.state))
-    await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(2, 2, 0), "step 2")
-    both_vote(s, AttemptId(2, 2, 0), (0, 1))
-    assert s.tokens[-1].unwritable == (0,)
-    s.leader.token(replace(s.tokens[-1], equal=(0, 1)))
-    assert len(s.named(effects.WriteCheckpoint)) == 1, "it is the turn of 1"
 
 
 async def test_a_checkpoint_that_nobody_could_write_is_tried_again_after_a_pause(scene) -> None:
@@ -538,18 +497,6 @@ async def test_a_slow_fetch_is_waited_for_once_and_no_longer_than_the_limit(scen
     await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(2, 5, 0), "step 5")
     both_vote(s, AttemptId(2, 5, 0), (1,))
     assert [t.fence.step for t in s.tokens if not t.verdict] == [4, 5], "it waited for the same fetch again"
-
-
-@pytest.mark.parametrize(("poisoned", "weight"), [((0,), 1), ((), 0)])
-async def test_a_step_that_changes_nothing_is_journalled(s: Scene, poisoned: tuple[int, ...], weight: int) -> None:
-    await s.granted(grant(1, 0))
-    mine = (Contribution(0, weight, 0, 0),)
-    for rank in (0, 1):
-        s.leader.received(Vote(rank, AttemptId(1, 1, 0), "d", 2.0 * weight, mine, poisoned=poisoned))
-    (record,) = (commit.record for commit in s.named(effects.Commit))
-    assert (record.updates, record.skipped, record.norm) == (False, bool(poisoned), 0.0)
-    (event,) = s.events("StepSkipped")
-    assert (event["replicas"], event["step"]) == ([*poisoned], 1)
 
 
 async def test_a_lighthouse_that_hangs_costs_no_step_more_than_the_last_one_took(scene) -> None:

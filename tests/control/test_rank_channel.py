@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from ft_hsdp import handshake, protocol
+from ft_hsdp import protocol
 from ft_hsdp.control import rank_channel
 from ft_hsdp.control.rank_channel import RankHub, RankLine
 from ft_hsdp.core import effects
@@ -125,19 +125,6 @@ async def test_a_rank_says_hello_once() -> None:
         assert await first.orders.get() == effects.RunBatch(1)
         for rank in (first, second):
             rank.line.close()
-
-
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\x00\x00\x00\x02{}", b""])
-async def test_noise_instead_of_a_hello_is_hung_up_on(noise: bytes) -> None:
-    async with Leader(2) as leader:
-        for opened in (asyncio.open_connection("127.0.0.1", leader.port), known(leader.port)):
-            reader, writer = await opened
-            writer.write(noise)
-            writer.write_eof()
-            with contextlib.suppress(ConnectionResetError):
-                assert len(await asyncio.wait_for(reader.read(), 30)) in (0, handshake.CHALLENGE_BYTES)
-            writer.close()
-            assert leader.lost.empty()
 
 
 async def test_the_end_of_a_rank_is_reported() -> None:

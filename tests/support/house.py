@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "statements": (38_651, 39_000),
     "lines with JavaScript": (71_863, 71_000),
     "benchmarks outside the package": (3_751, 4_000),  # statements
-    "test lines": (67_642, 66_000),  # the model checker among them
+    "test lines": (67_418, 66_000),  # the model checker among them
     "modules with code": (296, 310),
     "configuration keys": (120, 120),
     "timeouts among them": (15, 14),

@@ -11,13 +11,12 @@ import httpx
 import pytest
 
 from ft_hsdp.control.lighthouse_client import TokenProof
-from ft_hsdp.core.grant import Continue
 from ft_hsdp.protocol import ProcessReport
 from lighthouse.http.access import Keys
 from lighthouse.http.app import MAX_REASON, create_app
 from lighthouse.quorum.state import Policy
 from lighthouse.service import SUPERVISED_S, Service
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, Row, ask, at, name
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, Row, ask, name
 from tests.support.lighthouse.signed import gated
 
 ADMIN = "ad" * 32
@@ -125,17 +124,6 @@ async def test_a_supervisor_that_is_away_cannot_be_ordered_to_kill(place: Place)
     assert response.status_code == 409
     assert response.json()["detail"].startswith("no host agent reports")
     assert not place.audited()
-
-
-async def test_drain_and_undrain_are_told_to_supervisors_and_to_the_replica(place: Place) -> None:
-    assert (await place.order("replicas/1/drain")).status_code == 200
-    assert place.report().drained == (1,)
-    assert await place.service.ask(ask(1, at(1, 1), epoch=1)) == Continue(1, 2, leave=True)
-    place.report((name(1),), without=(1,))
-    assert place.service.status()["replicas"][1]["state"] == "drained"
-    assert (await place.order("replicas/1/undrain")).json()["detail"].endswith("its supervisor starts it")
-    assert place.report((name(1),), without=(1,)).drained == ()
-    assert [row["order"] for row in place.audited()] == ["drain", "undrain"]
 
 
 @pytest.mark.parametrize(
