@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from ft_hsdp.config.base import Int, Number, PathText, Section, refuse
 
@@ -24,7 +24,13 @@ class NetworkConfig(Section):
         None,
         min_length=1,
         max_length=255,
-        description="address on which states are served; null means network.host",
+        description="address, or name of the interface, on which states are served; null means network.host",
+    )
+    interfaces: tuple[Annotated[str, StringConstraints(min_length=1, max_length=255)], ...] = Field(
+        (),
+        max_length=64,
+        description="names (ib0) or addresses of a machine's interfaces, which its ranks use in turns, by local "
+        "rank, for gradients; none: network.host",
     )
     allow: tuple[str, ...] = Field(
         (),
@@ -49,6 +55,12 @@ class NetworkConfig(Section):
         None, description="PEM file of the certificate that clients show if tls_ca is set"
     )
     client_key: PathText | None = Field(None, description="PEM file of that certificate's key")
+
+    def of_rank(self, local: int) -> tuple[str, str]:
+        """Return the key and the value that say where a rank's ring listens; `local`: the rank on its machine."""
+        if not self.interfaces:
+            return "network.host", self.host
+        return "network.interfaces", self.interfaces[local % len(self.interfaces)]
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -46,26 +46,34 @@ SAY_S = 60.0  # between two lines about the same address
 _HOLDERS = bounded.checker(Holders)
 
 
-def own_address(host: str, lighthouse: str) -> str:
+def own_address(host: str, lighthouse: str, key: str = "network.host") -> str:
     """Return the IP address at which this machine listens, and that it advertises.
 
     Args:
-        host: a name (its first address counts), an address, or 0.0.0.0 or :: for the address from which this
-            machine reaches the lighthouse.
+        host: the name of an interface or of a host (its first address counts), an address, or 0.0.0.0 or :: for
+            the address from which this machine reaches the lighthouse.
+        key: that has it.
 
     Raises:
-        ConfigError: there is none; the line names network.host.
+        ConfigError: there is none; the line names `key`.
     """
+    if any(host == name for _, name in socket.if_nameindex()):
+        import psutil  # few name an interface
+
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for found in psutil.net_if_addrs().get(host, ()):
+                if found.family == family and "%" not in found.address:  # that of a link alone is no use
+                    return str(found.address)
+        raise ConfigError(key, host, "an interface that has an address")
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-        listening = str(found[4][0])
+        listening = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         if not address.unspecified(listening):
             return listening
         there = urlsplit(lighthouse)
         return address.source(there.hostname, there.port or 80)
     except OSError as error:
         raise ConfigError(
-            "network.host", host, f"an address of this machine ({error.strerror or error})"
+            key, host, f"an address or an interface of this machine ({error.strerror or error})"
         ) from None
 
 

@@ -48,7 +48,7 @@ class RankPlace:
     lighthouses: tuple[str, ...]  # URLs
     token: str  # of the job
     leader_host: str  # where rank 0 of the replica runs
-    starts_agent: bool  # it is the first rank of its host, and starts the state agent there
+    local_rank: int  # on its machine; the first one starts the state agent there
     listed: Path | None = None  # the file from which the lighthouses' URLs are, if they are from one
     parent: int | None = None  # pid of the process that started this rank, if this rank has to watch it
 
@@ -105,7 +105,7 @@ def begin(config: Config, place: RankPlace, incarnation: IncarnationId) -> RankI
     fault_injection.arm(config.debug.failpoints, replica, place.rank, incarnation.restarts)
     if config.takes_faults:
         fault_injection.watch(place.run, replica, place.rank)
-    starter = _start_agent(config, place, replica) if place.starts_agent else None
+    starter = _start_agent(config, place, replica) if place.local_rank == 0 else None
     predecessors = tuple(str(each) for each in incarnation.predecessors)
     shared = os.environ.get(HOST_VARIABLE, "")
     hosts = tuple(filter(None, os.environ.get(HOSTS_VARIABLE, "").split(",")))
@@ -140,7 +140,9 @@ def _start_agent(config: Config, place: RankPlace, replica: int) -> Starter:
     It ends with our own launcher, which started this rank. Another launcher may end for each restart of a replica
     on several hosts: what the agent keeps has to outlive it then.
     """
-    host = own_address(config.network.state_interface or config.network.host, place.lighthouses[0])
+    network = config.network
+    key = "network.state_interface" if network.state_interface else "network.host"
+    host = own_address(network.state_interface or network.host, place.lighthouses[0], key)
     log = place.run / "replicas" / str(replica) / f"agent-{host_name(os.environ)}.log"
     linger_s, tls, shared = config.timeouts.linger_s, config.network.tls, os.environ.get(HOST_VARIABLE, "")
     guard = os.getppid() if place.parent is None else None

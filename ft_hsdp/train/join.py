@@ -160,12 +160,12 @@ def join(
     record_layer.use(config.network.tls)
     caller_gate.use(config.timeouts.hello_s)
     prepare(config.train.device, max(config.timeouts.step_s, config.timeouts.pause_s))
-    device = choose(config.train.device, int(os.environ.get("LOCAL_RANK", rank)))
+    on_host = int(os.environ.get("LOCAL_RANK", rank))
+    device = choose(config.train.device, on_host)
     torch.set_num_threads(config.train.threads)
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    on_host = os.environ.get("LOCAL_RANK", str(rank))
     parent = os.getppid() if isinstance(source, FromEnvironment) else None  # ours are killed with their parent
-    place = RankPlace(rank, ranks, run, urls, token, host, on_host == "0", None if lighthouse else file, parent)
+    place = RankPlace(rank, ranks, run, urls, token, host, on_host, None if lighthouse else file, parent)
     assigned = source.poll()
     identity = None if assigned is None else begin(config, place, assigned)  # the state agent starts meanwhile
     if dist.is_initialized():
@@ -186,7 +186,7 @@ def _repeat(config: Config, run: Path, recorded: Recorded) -> ReplayJob:
     device = choose(config.train.device, rank)
     torch.set_num_threads(config.train.threads)
     token = os.environ[TOKEN_VARIABLE]
-    place = RankPlace(rank, ranks, run, (), token, os.environ["MASTER_ADDR"], starts_agent=False)
+    place = RankPlace(rank, ranks, run, (), token, os.environ["MASTER_ADDR"], rank)
     group = RankGroup(_connect_ranks(rank, ranks, "replay", backend(device), config, token, device), made=True)
     _process.asked = _process.joined = True
     _process.job = ReplayJob(config, place, device, recorded, group.close)

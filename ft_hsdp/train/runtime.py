@@ -379,7 +379,8 @@ class RankRuntime:
             self._pauses.left_s,
             lanes.of,
         )
-        self._ring_address = group.listen(own_address(config.network.host, place.lighthouses[0]))
+        key, where = config.network.of_rank(place.local_rank)
+        self._ring_address = group.listen(own_address(where, place.lighthouses[0], key))
         self.reducer = Reducer(
             group,
             lanes,

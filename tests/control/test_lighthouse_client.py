@@ -414,6 +414,7 @@ URL = "http://127.0.0.1:8765"
         ("0.0.0.0", URL, "127.0.0.1"),
         ("0.0.0.0", "https://localhost", "127.0.0.1"),
         ("::", URL, "127.0.0.1"),
+        ("lo", URL, "127.0.0.1"),
     ],
 )
 def test_it_is_an_address_that_can_be_reached(host, lighthouse, address):
@@ -425,7 +426,7 @@ def test_it_is_an_address_that_can_be_reached(host, lighthouse, address):
 )
 def test_a_name_without_an_address_is_one_line(host, lighthouse):
     with pytest.raises(
-        ConfigError, match=r"^network\.host: got .*; allowed: an address of this machine \("
+        ConfigError, match=r"^network\.host: got .*; allowed: an address or an interface of this machine \("
     ) as caught:
         own_address(host, lighthouse)
     assert "\n" not in str(caught.value)

@@ -52,7 +52,8 @@ def test_the_tokens_stand_in_their_files_alone_and_a_job_on_loopback_listens_now
     tokens: dict[str, str] = {}
     found: set[tuple[int, str]] = set()
     said = ""
-    with Job(tmp_path, 60, replicas=2) as job:
+    where: list[set[str]] = []
+    with Job(tmp_path, 60, replicas=2, network__interfaces=["lo", "127.0.0.2"]) as job:
 
         def ended() -> bool:
             nonlocal said, tokens
@@ -66,10 +67,12 @@ def test_the_tokens_stand_in_their_files_alone_and_a_job_on_loopback_listens_now
                 ranks = {job.pid(replica, rank) for replica in (0, 1) for rank in (0, 1)}
                 found.update(listeners(job.process.pid))
                 assert ranks <= {pid for pid, _ in found}
+                where.extend({ip for pid, ip in found if pid == job.pid(0, rank)} for rank in (0, 1))
             return job.process.poll() is not None
 
         until(ended, "the end of the job", DEADLINE_S)
         assert job.process.returncode == 0, job.log.read_text()
+    assert ["127.0.0.2" in each for each in where] == [False, True], "each rank has an interface of its own"
     assert [(pid, ip) for pid, ip in found if not ipaddress.ip_address(ip).is_loopback] == []
     assert "lighthouse" in said
     assert "replicas" in said

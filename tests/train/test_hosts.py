@@ -80,7 +80,7 @@ def test_the_agent_of_an_emulated_host_has_its_name(tmp_path, monkeypatch, host,
     monkeypatch.delenv("FT_HSDP_HOST", raising=False)
     if host is not None:
         monkeypatch.setenv("FT_HSDP_HOST", host)
-    place = RankPlace(2, 4, tmp_path, ("http://127.0.0.1:1",), "t", "127.0.0.1", starts_agent=True)
+    place = RankPlace(2, 4, tmp_path, ("http://127.0.0.1:1",), "t", "127.0.0.1", 0)
     config = parse({"ranks_per_replica": 4, "hosts": {"per_replica": 2, "labels": {"*": "7"}}})
     made = begin(config, place, IncarnationId(0, "a", 0))
     assert (made.host, made.shared) == (f"7/{host or socket.gethostname()}", host or "")

@@ -39,7 +39,7 @@ WEIGHING = parse({"replicas": 2, "ranks_per_replica": 1, "data": {"weight": "tok
 @contextmanager
 def made(mesh: DeviceMesh, folder: Path, config: Config) -> Iterator[Job]:
     assert mesh.size() == 1
-    place = RankPlace(0, 1, folder, ("http://127.0.0.1:1",), "t", "127.0.0.1", True)
+    place = RankPlace(0, 1, folder, ("http://127.0.0.1:1",), "t", "127.0.0.1", 0)
     yield Job(config, place, FromEnvironment(0), None, torch.device("cpu"))
 
 
@@ -229,7 +229,7 @@ class Numbers(torch.utils.data.Dataset[int]):
 def test_ranks_that_train_together_have_one_data_rank(tmp_path: Path) -> None:
     config = parse({"replicas": 2, "ranks_per_replica": 6, "ranks_per_unit": 2})
     for rank in range(6):
-        place = RankPlace(rank, 6, tmp_path, ("http://127.0.0.1:1",), "t", "127.0.0.1", True)
+        place = RankPlace(rank, 6, tmp_path, ("http://127.0.0.1:1",), "t", "127.0.0.1", 0)
         job = Job(config, place, FromEnvironment(0), None, torch.device("cpu"))
         assert (job.data_rank, job.data_ranks) == (rank // 2, 3)
         assert job.loader(Numbers(), 1).steps_per_epoch == 40 // 2 // 3

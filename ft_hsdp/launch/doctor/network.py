@@ -176,26 +176,28 @@ def local_range(file: Path = RANGE) -> tuple[int, int]:
 
 
 def interface(subject: Subject) -> str:
-    """Check that states can be served at `network.state_interface`: listen there, and connect once.
+    """Check `network.state_interface` and `network.interfaces`: listen at each, and connect once.
 
     Also that the interfaces exist which the environment names for gloo and NCCL.
     """
     check_interfaces(os.environ)
     network = subject.config.network
-    key, given = (
-        ("network.state_interface", network.state_interface)
-        if network.state_interface
-        else ("network.host", network.host)
-    )
-    here = f"http://{reached(network.host)}" if ":" not in network.host else "http://[::1]"
-    address = own_address(given, subject.lighthouses[0] if subject.lighthouses else here)
+    states = [("network.state_interface", network.state_interface)] if network.state_interface else []
+    ranks = [network.of_rank(local) for local in range(max(1, len(network.interfaces)))]
+    return "; ".join(_listens(subject, key, given) for key, given in states + ranks)
+
+
+def _listens(subject: Subject, key: str, given: str) -> str:
+    host = subject.config.network.host
+    here = f"http://{reached(host)}" if ":" not in host else "http://[::1]"
+    address = own_address(given, subject.lighthouses[0] if subject.lighthouses else here, key)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with (
             socket.create_server((address, 0), family=family, backlog=1) as server,
             socket.create_connection(server.getsockname()[:2], timeout=CONNECT_S),
         ):
-            return f"{key} {given}: states are served at {address}"
+            return f"{key} {given}: {address}"
     except OSError as error:
         why = error.strerror or error
         raise Bad(

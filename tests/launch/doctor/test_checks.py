@@ -102,6 +102,8 @@ ELSEWHERE = ("http://10.0.0.1:1",)  # lighthouses on another machine
         (network.interface, {}, (), OK),
         (network.interface, {"network": {"state_interface": "127.0.0.7"}}, (), OK),
         (network.interface, {"network": {"state_interface": "192.0.2.77"}}, (), FAIL),
+        (network.interface, {"network": {"interfaces": ["lo", "127.0.0.7"]}}, (), OK),
+        (network.interface, {"network": {"interfaces": ["lo", "no-such-interface"]}}, (), FAIL),
         (storage.disk, {"job": {"runs_dir": "/proc/runs"}}, (), FAIL),
         # copies that cannot be kept are not memory that lacks
         (host_checks.memory, {**ONE_REPLICA, "memory": {"copies": 3}}, (), OK),

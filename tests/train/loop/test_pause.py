@@ -29,7 +29,7 @@ def paused() -> Pauses:
 def runtime(mesh: DeviceMesh, tmp_path: Path, paused: Pauses) -> Iterator[RankRuntime]:
     """What a rank has before it joins, with these pauses of its main thread."""
     one = OneRank(mesh, CONFIG)
-    place = RankPlace(0, 1, tmp_path, ("http://127.0.0.1:1",), "t", "127.0.0.1", True)
+    place = RankPlace(0, 1, tmp_path, ("http://127.0.0.1:1",), "t", "127.0.0.1", 0)
     runtime = RankRuntime(CONFIG, place, torch.device("cpu"), one.adopted, one.live, one.orders, paused, {})
     yield runtime
     runtime.close()
