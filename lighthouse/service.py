@@ -6,7 +6,6 @@ Every event goes through `Service.apply`: decide, save, and only then let any ef
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -220,17 +219,16 @@ class Service:
         while report.host.seen == reply.seen and not (
             reply.refused or reply.finished or reply.halted or self._closed
         ):
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout_at(late):
                     await self._moved.wait()
                     reply = self._assignment(report.host, reply)
-                    continue
-            break
+            except TimeoutError:
+                break
+            except asyncio.CancelledError:  # the connection has ended before the answer
+                self._try(HostClosed(report.host, self._clock()))
+                raise
         return reply
-
-    def closed(self, host: HostReport) -> None:
-        """Take note that the connection of a host's agent has ended before the answer."""
-        self._try(HostClosed(host, self._clock()))
 
     def _assignment(self, host: HostReport, reply: SupervisorReply) -> SupervisorReply:
         """Return a reply with what a host is to run."""

@@ -6,7 +6,7 @@ import hmac
 import pytest
 
 from ft_hsdp.http_proof import MARK, NONE, SignedRequest, keys_of
-from lighthouse.http.proofs import CHALLENGE_S, Challenges, SignedCalls
+from lighthouse.http.proofs import CHALLENGE_S, SignedCalls
 
 TOKEN, ADMIN = "5e" * 32, "ad" * 32
 CHALLENGE = "c" * 32
@@ -63,7 +63,7 @@ def test_any_other_answer_is_not() -> None:
 
 @pytest.fixture
 def calls() -> SignedCalls:
-    made = SignedCalls(Challenges(lambda: 0.0))
+    made = SignedCalls(lambda: 0.0)
     made.hold([(TOKEN, "worker"), (ADMIN, "admin")])
     return made
 
@@ -77,7 +77,7 @@ def challenge_of(calls: SignedCalls) -> str:
     proof = calls.judge(SignedRequest(TOKEN, NONE, "POST", b"/v1/processes").authorization.encode(), scope())
     assert proof is not None
     assert not proof.fresh
-    return calls.challenge
+    return calls.current.decode()
 
 
 def test_a_request_is_accepted_once(calls: SignedCalls) -> None:
@@ -119,7 +119,7 @@ def test_a_token_that_is_withdrawn_signs_nothing_more(calls: SignedCalls) -> Non
 
 def test_a_challenge_is_valid_for_its_time_and_its_nonces_for_as_long() -> None:
     now = [0.0]
-    challenges = Challenges(lambda: now[0])
+    challenges = SignedCalls(lambda: now[0])
     first = challenges.current
     assert challenges.take(first, b"1")
     now[0] = CHALLENGE_S + 1
@@ -128,7 +128,7 @@ def test_a_challenge_is_valid_for_its_time_and_its_nonces_for_as_long() -> None:
     assert challenges.current != first
     now[0] = 2 * CHALLENGE_S + 2
     assert not challenges.take(first, b"3")
-    assert not Challenges(lambda: now[0]).take(challenges.current, b"1"), "a lighthouse that was started again"
+    assert not SignedCalls(lambda: now[0]).take(challenges.current, b"1"), "a lighthouse that was started again"
 
 
 def test_a_part_of_a_stream_is_marked_in_its_place() -> None:

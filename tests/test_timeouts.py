@@ -138,7 +138,8 @@ async def test_imports_may_take_boot_s(tmp_path: Path, monkeypatch: pytest.Monke
 async def test_a_lighthouse_listens_within_listen_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "silent_lighthouse.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    one = LighthouseProcess(RunDir(tmp_path), lambda _: None, module="silent_lighthouse", listen_s=0.3)
+    config = parse({"timeouts": {"load_s": 6.0, "return_wait_s": 0.0}})
+    one = LighthouseProcess(RunDir(tmp_path), config, lambda _: None, module="silent_lighthouse")
     with pytest.raises(LighthouseFailed, match=r"does not listen after 0\.3 s"):
         await one.start()
     await one.stop()

@@ -40,35 +40,30 @@ class LighthouseProcess:
     def __init__(
         self,
         run: RunDir,
+        config: Config,
         emit: Callable[[Row], None],
         *,
-        listen_s: float,
         module: str = "lighthouse",
         seat: int | None = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        silent_s: float = 10.0,
     ) -> None:
         """Make the keeper of a lighthouse; `start` starts the process.
 
         Args:
             run: The run's directory.
+            config: The job's configuration: where it listens, and how long it may take and be silent.
             emit: Called with each event.
-            listen_s: Longest time from the start until it listens, in seconds.
             module: The module that runs as the lighthouse.
             seat: Its number among several lighthouses; None for the only one.
-            host: Where it listens.
-            port: 0: any.
-            silent_s: Time without a sign of life after which it is killed, in seconds.
         """
         self._run = run
-        self._silent_s = silent_s
+        self._silent_s = config.timeouts.lighthouse_s
         self._emit = emit
-        self._listen_s = listen_s
+        self._listen_s = config.timeouts.listen_s
         self._module = module
         self._seat: tuple[str, ...] = () if seat is None else ("--seat", str(seat))
         self._file = run.lighthouse if seat is None else run.seat(seat)  # written once it listens
-        self._host, self._port = host, port
+        first = config.network.port
+        self._host, self._port = config.network.host, first and first + (seat or 0)
         self._listening: socket.socket | None = None
         self._spare: asyncio.subprocess.Process | None = None  # loaded; a line on its stdin starts it
         self._process: asyncio.subprocess.Process | None = None
@@ -242,24 +237,11 @@ class LighthouseFleet:
             emit: Called with each event.
             module: The module that runs as a lighthouse.
         """
-        first = config.network.port
         seats = range(config.lighthouse.count) if config.lighthouse.etcd else (None,)
         self._run = run
         self._etcd = config.lighthouse.etcd
-        self._listen_s = listen_s = config.timeouts.listen_s
-        self._all = [
-            LighthouseProcess(
-                run,
-                emit,
-                listen_s=listen_s,
-                module=module,
-                seat=seat,
-                host=config.network.host,
-                port=first and first + (seat or 0),
-                silent_s=config.timeouts.lighthouse_s,
-            )
-            for seat in seats
-        ]
+        self._listen_s = config.timeouts.listen_s
+        self._all = [LighthouseProcess(run, config, emit, module=module, seat=seat) for seat in seats]
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ An operator's order is journaled before it is carried out.
 from __future__ import annotations
 
 from email.utils import formatdate
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
@@ -167,9 +166,7 @@ def create_app(
         else:
             hosts.admit(request.scope["headers"], request.scope.get("role"))
             peer = request.client.host if request.client is not None else None
-            reply = await attended(
-                service.host(report, peer), request.receive, partial(service.closed, report.host)
-            )
+            reply = await attended(service.host(report, peer), request.receive)
         return Response(protocol.encode(reply), media_type="application/json")
 
     @v1.get("/status", dependencies=viewer)

@@ -24,33 +24,6 @@ REMEMBERED = 1 << 17  # requests of one challenge: then the next one comes early
 _SCHEME = SCHEME.encode()
 
 
-class Challenges:
-    """The current challenge and the one before, and the nonces of the requests that came with each."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._due = 0.0
-        self._seen: dict[bytes, set[bytes]] = {}
-        self.current = b""
-        self._replace()
-
-    def take(self, challenge: bytes, nonce: bytes) -> bool:
-        """Return whether a request that its caller signed is accepted: the challenge is valid, the nonce new."""
-        if self._clock() >= self._due or len(self._seen[self.current]) >= REMEMBERED:
-            self._replace()
-        seen = self._seen.get(challenge)
-        if seen is None or nonce in seen:
-            return False
-        seen.add(nonce)
-        return True
-
-    def _replace(self) -> None:
-        before = {self.current: self._seen[self.current]} if self.current else {}
-        self.current = os.urandom(16).hex().encode()
-        self._seen = {**before, self.current: set()}
-        self._due = self._clock() + CHALLENGE_S
-
-
 @dataclass(slots=True)
 class Proof:
     role: str  # of the token
@@ -58,7 +31,7 @@ class Proof:
     _keys: ProofKeys
     _asked: bytes  # its MAC
     _body: bytes  # the SHA-256 of its body
-    _challenges: Challenges
+    _calls: SignedCalls
 
     def receive(self, receive: Receive) -> Receive:
         """Return a ``receive`` that raises HTTPException 400 at the end of a body that was not signed."""
@@ -92,7 +65,7 @@ class Proof:
                 return
             body, more = message.get("body", b""), message.get("more_body", False)
             if head is not None:
-                challenge = self._challenges.current
+                challenge = self._calls.current
                 mac = self._keys.answer(self._asked, challenge, head["status"], b"" if more else body)
                 head["headers"] = [*head["headers"], (HEADER.encode(), b"%s %s" % (challenge, mac))]
                 begun, head = head, None
@@ -106,15 +79,15 @@ class Proof:
 
 
 class SignedCalls:
-    """The tokens whose holders may sign requests."""
+    """The tokens whose holders may sign requests; the current challenge and the one before, with their nonces."""
 
-    def __init__(self, challenges: Challenges | None = None) -> None:
-        self._challenges = challenges or Challenges()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._known: dict[bytes, tuple[ProofKeys, str]] = {}
-
-    @property
-    def challenge(self) -> str:
-        return self._challenges.current.decode()
+        self._due = 0.0
+        self._seen: dict[bytes, set[bytes]] = {}  # nonces of the requests that came with each challenge
+        self.current = b""
+        self._replace()
 
     def hold(self, tokens: Iterable[tuple[str, str]]) -> None:
         """Accept these tokens, each with its role, and no other ones."""
@@ -135,4 +108,20 @@ class SignedCalls:
         said = authorization[len(_SCHEME) + len(key_id) + 2 : -len(mac) - 1]
         if not hmac.compare_digest(keys.request(scope["method"], target, said), mac):
             return None
-        return Proof(role, self._challenges.take(challenge, nonce), keys, mac, body, self._challenges)
+        return Proof(role, self.take(challenge, nonce), keys, mac, body, self)
+
+    def take(self, challenge: bytes, nonce: bytes) -> bool:
+        """Return whether a request that its caller signed is accepted: the challenge is valid, the nonce new."""
+        if self._clock() >= self._due or len(self._seen[self.current]) >= REMEMBERED:
+            self._replace()
+        seen = self._seen.get(challenge)
+        if seen is None or nonce in seen:
+            return False
+        seen.add(nonce)
+        return True
+
+    def _replace(self) -> None:
+        before = {self.current: self._seen[self.current]} if self.current else {}
+        self.current = os.urandom(16).hex().encode()
+        self._seen = {**before, self.current: set()}
+        self._due = self._clock() + CHALLENGE_S

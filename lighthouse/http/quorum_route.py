@@ -24,7 +24,7 @@ from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import QuorumRequest, Wait
 from lighthouse.http.access import Bearer, refuse, too_large
 from lighthouse.http.rate_limits import MAX_BODY
-from lighthouse.service import Open, Service
+from lighthouse.service import Service
 from lighthouse.store import StoreFailed
 
 PATH = "/v1/quorum"
@@ -141,20 +141,7 @@ class QuorumRoute:
         asked = self._service.submit(protocol.decode(data, QuorumRequest), client[0] if client else None)
         if asked.answer.done():
             return asked.answer.result()
-        return await self._wait(asked, receive)
-
-    async def _wait(self, asked: Open, receive: Receive) -> Answer | Wait:
-        """Wait for the answer; a request whose connection ends is withdrawn."""
-        gone = asyncio.ensure_future(_disconnected(receive))
-        gone.add_done_callback(lambda task: None if task.cancelled() else asked.answer.cancel())
-        try:
-            return await self._service.answered(asked)
-        except asyncio.CancelledError:
-            if gone.done() and not gone.cancelled():
-                raise HTTPException(400, "the connection closed before the answer") from None
-            raise
-        finally:
-            gone.cancel()
+        return await attended(self._service.answered(asked), receive)
 
     def _encoded(self, answer: Answer | Wait) -> bytes:
         """Return the answer's bytes; members get equal answers, so the newest one is kept encoded."""
@@ -165,22 +152,30 @@ class QuorumRoute:
         return data
 
 
-async def attended(answer: Coroutine[Any, Any, T], receive: Receive, closed: Callable[[], None]) -> T:
-    """Return an answer; if the connection ends before it, call ``closed``. The body has been read before.
+async def attended(answer: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Return an answer; it is cancelled if the connection ends before it. The body has been read before.
 
     Raises:
         HTTPException: 400, then.
     """
-    gone, work = asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(answer)
+    waiting, over = asyncio.current_task(), False
+
+    def end(gone: asyncio.Task[None]) -> None:
+        if waiting is not None and not (over or gone.cancelled()):
+            waiting.cancel()
+
+    gone = asyncio.ensure_future(_disconnected(receive))
+    gone.add_done_callback(end)
     try:
-        await asyncio.wait([gone, work], return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        closed()
-        raise HTTPException(400, "the connection closed before the answer")
+        return await answer
+    except asyncio.CancelledError:
+        if not gone.done() or waiting is None:
+            raise
+        waiting.uncancel()
+        raise HTTPException(400, "the connection closed before the answer") from None
     finally:
+        over = True
         gone.cancel()
-        work.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:

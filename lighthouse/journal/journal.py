@@ -159,7 +159,7 @@ class JobJournal:
         while not self._caught_up:
             self._catch_up(SLICE)
             await asyncio.sleep(0)
-        if at is not None and at < self._overview.timeline.newest:
+        if at is not None and at < self._overview.newest:
             async with self._past:
                 for _ in self._folding(at):
                     await asyncio.sleep(0)
@@ -185,7 +185,7 @@ class JobJournal:
         """
         while not self._caught_up:
             self._catch_up(MAX_READ)
-        newest = self._overview.timeline.newest
+        newest = self._overview.newest
         if at is not None and at < newest:
             for _ in self._folding(at):
                 pass
@@ -217,7 +217,7 @@ class JobJournal:
 
     def protection(self) -> Json:
         """Return whether a lost host can take a shard of the newest state with it, by the rows folded so far."""
-        return asdict(self._overview.timeline.protection.newest())
+        return asdict(self._overview.protection.newest())
 
     def close(self) -> None:
         """Store pending rows, end subscribers and sinks; the database stays open. Later rows are dropped."""
@@ -358,7 +358,7 @@ class JobJournal:
 
     def _watch(self) -> None:
         if self._caught_up and self.about.live:
-            active = [lane.replica for lane in self._overview.timeline.lanes.all if lane.state in RUN]
+            active = [lane.replica for lane in self._overview.lanes.all if lane.state in RUN]
             found = self._vitals.judge(active, self._overview.goodput.steps.typical, self._monotonic())
             self._tell("ReplicaStalled", found)
 

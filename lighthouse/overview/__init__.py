@@ -7,8 +7,7 @@ that only the page needs.
 
 Read in this order:
 
-- `overview`: a row of the journal (`JournalEntry`), what does not change about a job (`JobInfo`), `Overview`, and
-  in it `Timeline`: the job, its lighthouse and its epochs;
+- `overview`: a row of the journal (`JournalEntry`), what does not change about a job (`JobInfo`), and `Overview`;
 - `replicas`: the lane of each replica, that is which state it was in when;
 - `series`: curves of commits, and of the values of users' loops, thinned out to what a page can draw;
 - `protection`: whether a lost host can take the only copy of a shard with it;

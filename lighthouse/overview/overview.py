@@ -1,6 +1,5 @@
 """The overview: all rows of a job, folded one at a time into what its page shows. Pure.
 
-`Timeline` has the job, its lighthouse, replicas, epochs and failures, `Overview` adds effective time and curves.
 Memory does not grow with the length of the job.
 """
 
@@ -52,19 +51,19 @@ class JobInfo:
     config: Mapping[str, object] = field(default_factory=dict, hash=False)  # what the page shows, by dotted key
 
 
-class Timeline:
-    """What happened to a job, folded in amortized constant time for each row."""
+class Overview:
+    """All that the page shows of a job, folded in amortized constant time for each row."""
 
-    def __init__(self, slots: int, ranks: int, replicas: int | None = None) -> None:
-        """Begin without rows.
-
-        Args:
-            slots: ids of replicas are below it.
-            replicas: with which the job begins; None: all slots.
-        """
-        self._replicas = range(slots)
-        self.lanes = Lanes(slots, ranks, slots if replicas is None else replicas)
-        self.failures = Failures(slots)
+    def __init__(self, about: JobInfo) -> None:
+        self.about = about
+        self.seq = 0
+        self.goodput = Goodput()
+        self.series = Series()
+        self.logged = LoggedCurves()
+        self._head: Mapping[str, Any] | None = None
+        self._recent: deque[tuple[float, float]] = deque(maxlen=SPEED)  # t and tokens of the newest commits
+        self.lanes = Lanes(about.slots, about.ranks, about.slots if about.replicas is None else about.replicas)
+        self.failures = Failures(about.slots)
         self.protection = Protection()
         self.started: float | None = None
         self.newest = 0.0  # t of the newest row
@@ -79,9 +78,55 @@ class Timeline:
         self._out: float | None = None  # since when it is down
         self._ups: list[float] = []  # when it started, newest last
 
-    def event(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Take an event; ``seq`` is its number in the journal."""
+    def add(self, entry: JournalEntry) -> None:
+        """Take a row that `lighthouse.journal.row_checks` has accepted, or one of the lighthouse's own."""
+        self.seq, kind, row = entry
+        if kind == "commit":
+            self._commit(row)
+        elif kind == "logged":
+            self.logged.add(row)
+        else:
+            self._event(row)
+
+    def show(self, now: float, start: float | None, end: float | None, points: int) -> Json:
+        """Return the answer to GET /v1/overview; the journal adds beats and times of single replicas.
+
+        Args:
+            start: from here on lanes and curves are shown; None: from the first row.
+            end: up to here; None: up to now.
+            points: of a curve, at most.
+        """
+        first = self.started if self.started is not None else now
+        start = first if start is None else start
+        end = max(start, now if end is None else min(end, now))
+        return {
+            "now": now,
+            "seq": self.seq,
+            "job": self._job(),
+            "run": {
+                "model": self.model,
+                "parameters": self.parameters,
+                "config": dict(self.about.config),
+            },
+            "lighthouse": {
+                "term": self.term,
+                "epoch": self.epoch,
+                "since": self.since,
+                "outages": [out for out in self.outages if out[1] >= start and out[0] <= end],
+            },
+            "head": self._newest(),
+            "effective": self.goodput.effective(),
+            "replicas": states(self.lanes.shown()),
+            "lanes": self.segments(start, end, (end - start) / (2 * points)),
+            "epochs": self.epochs(start, end),
+            "failures": self.told(start, end, self.goodput.steps.median),
+            "series": self.series.between(start, end, points),
+            "logged": self.logged.between(start, end, points),
+        }
+
+    def _event(self, row: Mapping[str, Any]) -> None:
         name, t = row["event"], row["t"]
+        self.goodput.event(row)
         if self.started is None or t < self.started:
             self.started = t
         if name in _LIGHTHOUSE and not is_over(row):
@@ -99,20 +144,38 @@ class Timeline:
                 self.model, self.parameters = model, parameters
         elif name == "OperatorOrdered" and row.get("order") == "scale":
             self.lanes.scale(int(row.get("replicas") or 0), t, str(row.get("reason", "")))
-        if name == "EpochGranted" or row.get("replica") in self._replicas:
+        if name == "EpochGranted" or row.get("replica") in range(self.about.slots):
             self.lanes.event(name, row)
             if name != "EpochGranted":
                 self.protection.event(name, row)
-            self.failures.event(seq, name, row)
+            self.failures.event(self.seq, name, row)
         self.newest = max(self.newest, t)
 
-    def commit(self, row: Mapping[str, Any]) -> None:
-        t, contributors = row["t"], row["contributors"]
-        if t > self.newest:
-            self.newest = t
+    def _commit(self, row: Mapping[str, Any]) -> None:
+        t, loss, ftar_s, scale, units = row["t"], row["loss"], row["ftar_s"], row["lr_scale"], row.get("units")
+        contributors = row["contributors"]
+        self.newest = max(self.newest, t)
         self.lanes.commit(t, row["step"], contributors)
         self.protection.commit(t, contributors)
         self.failures.commit(t, row["epoch"], contributors)
+        useful, gap = self.goodput.commit(row)
+        self.series.add(
+            (
+                t,
+                row["step"],
+                math.nan if loss is None else loss,
+                row["step_s"],
+                (row["ftar_bytes"] or 0) / ftar_s / 1e9 if ftar_s else 0.0,
+                len(contributors),
+                1.0 if scale is None else scale,
+                math.nan if units is None else units,
+                useful,
+                gap,
+            )
+        )
+        self._recent.append((t, row["tokens"] or 0))
+        if self._head is None or (row["epoch"], row["step"]) >= (self._head["epoch"], self._head["step"]):
+            self._head = row
 
     def segments(self, start: float, end: float, width: float) -> list[Json]:
         """Return the lanes between two times; states of less than ``width`` seconds are joined (`Lane.cut`)."""
@@ -163,6 +226,38 @@ class Timeline:
             self.epoch = max(self.epoch, int(row.get("epoch") or 0))
         self.outages = self.outages[-MAX_OUTAGES:]
 
+    def _job(self) -> Json:
+        about = self.about
+        ended = self.ended if about.live or self.ended is not None else self.newest or None
+        return {
+            "name": about.name,
+            "started": self.started,
+            "ended": ended,
+            "total": self.lanes.target,
+            "slots": about.slots,
+            "ranks": about.ranks,
+            "steps": about.steps,
+            "finished": self.finished,
+            "halted": self.halted,
+            "protection": asdict(self.protection.newest()),
+            "live": about.live,
+        }
+
+    def _newest(self) -> Json:
+        row = self._head or {}
+        times = [t for t, _ in self._recent]
+        span = max(times) - min(times) if len(times) > 1 else 0.0
+        tokens = sum(tokens for _, tokens in list(self._recent)[1:])
+        return {
+            "step": row.get("step", 0),
+            "epoch": row.get("epoch", 0),
+            **{key: row.get(key) for key in ("loss", "lr", "lr_scale", "step_s", "units", "units_wanted")},
+            "steps_per_s": (len(times) - 1) / span if span > 0 else 0.0,
+            "tokens_per_s": tokens / span if span > 0 else 0.0,
+            "contributors": list(row.get("contributors", ())),
+            "healthy": len(row.get("contributors", ())),
+        }
+
 
 _LIGHTHOUSE = frozenset({"LighthouseStarted", "LighthouseExited"})
 
@@ -189,119 +284,3 @@ _OF_LANE = (
 def states(lanes: Collection[Lane]) -> list[Json]:
     """Return "replicas" of the overview, as far as rows tell."""
     return [{key: getattr(lane, key) for key in _OF_LANE} for lane in lanes]
-
-
-class Overview:
-    """All that the page shows of a job, folded in amortized constant time for each row."""
-
-    def __init__(self, about: JobInfo) -> None:
-        self.about = about
-        self.seq = 0
-        self.timeline = Timeline(about.slots, about.ranks, about.replicas)
-        self.goodput = Goodput()
-        self.series = Series()
-        self.logged = LoggedCurves()
-        self._head: Mapping[str, Any] | None = None
-        self._recent: deque[tuple[float, float]] = deque(maxlen=SPEED)  # t and tokens of the newest commits
-
-    def add(self, entry: JournalEntry) -> None:
-        """Take a row that `lighthouse.journal.row_checks` has accepted, or one of the lighthouse's own."""
-        self.seq, kind, row = entry
-        if kind == "commit":
-            self._commit(row)
-        elif kind == "logged":
-            self.logged.add(row)
-        else:
-            self.timeline.event(self.seq, row)
-            self.goodput.event(row)
-
-    def show(self, now: float, start: float | None, end: float | None, points: int) -> Json:
-        """Return the answer to GET /v1/overview; the journal adds beats and times of single replicas.
-
-        Args:
-            start: from here on lanes and curves are shown; None: from the first row.
-            end: up to here; None: up to now.
-            points: of a curve, at most.
-        """
-        timeline = self.timeline
-        first = timeline.started if timeline.started is not None else now
-        start = first if start is None else start
-        end = max(start, now if end is None else min(end, now))
-        return {
-            "now": now,
-            "seq": self.seq,
-            "job": self._job(),
-            "run": {
-                "model": timeline.model,
-                "parameters": timeline.parameters,
-                "config": dict(self.about.config),
-            },
-            "lighthouse": {
-                "term": timeline.term,
-                "epoch": timeline.epoch,
-                "since": timeline.since,
-                "outages": [out for out in timeline.outages if out[1] >= start and out[0] <= end],
-            },
-            "head": self._newest(),
-            "effective": self.goodput.effective(),
-            "replicas": states(timeline.lanes.shown()),
-            "lanes": timeline.segments(start, end, (end - start) / (2 * points)),
-            "epochs": timeline.epochs(start, end),
-            "failures": timeline.told(start, end, self.goodput.steps.median),
-            "series": self.series.between(start, end, points),
-            "logged": self.logged.between(start, end, points),
-        }
-
-    def _commit(self, row: Mapping[str, Any]) -> None:
-        t, loss, ftar_s, scale, units = row["t"], row["loss"], row["ftar_s"], row["lr_scale"], row.get("units")
-        self.timeline.commit(row)
-        useful, gap = self.goodput.commit(row)
-        self.series.add(
-            (
-                t,
-                row["step"],
-                math.nan if loss is None else loss,
-                row["step_s"],
-                (row["ftar_bytes"] or 0) / ftar_s / 1e9 if ftar_s else 0.0,
-                len(row["contributors"]),
-                1.0 if scale is None else scale,
-                math.nan if units is None else units,
-                useful,
-                gap,
-            )
-        )
-        self._recent.append((t, row["tokens"] or 0))
-        if self._head is None or (row["epoch"], row["step"]) >= (self._head["epoch"], self._head["step"]):
-            self._head = row
-
-    def _job(self) -> Json:
-        timeline, about = self.timeline, self.about
-        ended = timeline.ended if about.live or timeline.ended is not None else timeline.newest or None
-        return {
-            "name": about.name,
-            "started": timeline.started,
-            "ended": ended,
-            "total": timeline.lanes.target,
-            "slots": about.slots,
-            "ranks": about.ranks,
-            "steps": about.steps,
-            "finished": timeline.finished,
-            "halted": timeline.halted,
-            "protection": asdict(timeline.protection.newest()),
-            "live": about.live,
-        }
-
-    def _newest(self) -> Json:
-        row = self._head or {}
-        times = [t for t, _ in self._recent]
-        span = max(times) - min(times) if len(times) > 1 else 0.0
-        tokens = sum(tokens for _, tokens in list(self._recent)[1:])
-        return {
-            "step": row.get("step", 0),
-            "epoch": row.get("epoch", 0),
-            **{key: row.get(key) for key in ("loss", "lr", "lr_scale", "step_s", "units", "units_wanted")},
-            "steps_per_s": (len(times) - 1) / span if span > 0 else 0.0,
-            "tokens_per_s": tokens / span if span > 0 else 0.0,
-            "contributors": list(row.get("contributors", ())),
-            "healthy": len(row.get("contributors", ())),
-        }

@@ -116,7 +116,7 @@ async def test_the_port_of_a_dead_lighthouse_stays_with_the_job(tmp_path: Path) 
 async def test_a_lighthouse_that_gives_no_sign_of_life_is_replaced(tmp_path: Path) -> None:
     """It is stopped for good: without another one, no membership could change any more."""
     _, run, events = fleet(tmp_path)
-    alone = LighthouseProcess(run, events.append, listen_s=20.0, silent_s=2.0)
+    alone = LighthouseProcess(run, parse({"timeouts": {"evict_s": 2.0}}), events.append)
     await alone.start()
     keeping = asyncio.create_task(alone.keep())
     try:
