@@ -1,5 +1,5 @@
 // Keeps the overview true: the first answer, then the stream; the overview again when lanes may have changed.
-import { ApiError, get } from "./api.js";
+import { get } from "./api.js";
 import { extended } from "./series.js";
 import { extentOf, store, windowOf } from "./store.js";
 import { follow } from "./stream.js";
@@ -7,8 +7,10 @@ import { follow } from "./stream.js";
 const BETWEEN_MS = 1000; // between two overviews
 const STALE_MS = 10_000; // ages, totals and ends of lanes drift without events
 const FAR = 5000; // so many rows behind, a new overview is cheaper than the rows
+const FIRST_MS = 250; // before a connection is tried again; it doubles
+const LONGEST_MS = 10_000;
 const listeners = new Set();
-let stream = null;
+let wake = () => {}; // has the next try come at once
 let life = 0; // counts starts and stops, so that what is left of an earlier one ends itself
 let flight = new AbortController();
 let flying = false; // an overview is asked for
@@ -85,47 +87,51 @@ function arrived(kind, row) {
   refresh();
 }
 
-/** Before a reconnect: a journal that was made anew, or one far ahead, is read as an overview and not row by row. */
-async function again(last) {
-  const overview = await fetchOverview();
-  if (overview.seq >= last && overview.seq - last < FAR) return last;
-  tell(null);
-  return overview.seq;
-}
-
-/** Show the job; the promise ends when its first overview is there. Does not throw. */
+/** Show the job, and every row that comes, until `stop`: an overview, then the stream, and again when that ends. Does not throw. */
 export async function start() {
   stop();
   const mine = life;
+  let last = null; // number of the newest row that was seen
   store.set({ connection: "connecting", trouble: "" });
-  for (let pause = 500; mine === life; pause = Math.min(pause * 2, 8000)) {
+  const row = (kind, body) => {
+    last = body.seq;
+    arrived(kind, body);
+  };
+  const live = () => store.set({ connection: "live", trouble: "" });
+  for (let pause = FIRST_MS; ; pause = Math.min(pause * 2, LONGEST_MS)) {
+    const began = performance.now();
     try {
-      const overview = await fetchOverview();
-      if (overview.job.live) return listen(overview.seq);
-      const whole = extentOf(store.get());
-      return store.set({ connection: "replay", whole, at: whole[1], trouble: "" });
+      const { job, seq } = await fetchOverview();
+      if (!job.live) {
+        const whole = extentOf(store.get());
+        return store.set({ connection: "replay", whole, at: whole[1], trouble: "" });
+      }
+      // A journal that was made anew, or one far ahead, is read as an overview and not row by row.
+      if (last !== null && (seq < last || seq - last >= FAR)) {
+        tell(null);
+        last = null;
+      }
+      last ??= seq;
+      await follow(last, { row, live }, flight.signal);
     } catch (error) {
-      if (mine !== life) return undefined;
-      if (error instanceof ApiError && error.status === 401) return refused(error);
-      store.set({ connection: "reconnecting", trouble: "the lighthouse does not answer" });
-      await new Promise((resolve) => setTimeout(resolve, pause));
+      if (mine === life && error.status === 401) return refused(error);
     }
+    if (mine !== life) return undefined;
+    if (performance.now() - began > LONGEST_MS) pause = FIRST_MS;
+    store.set({ connection: "reconnecting", trouble: "the lighthouse does not answer" });
+    await new Promise((resolve) => {
+      wake = resolve;
+      setTimeout(resolve, pause * (0.75 + Math.random() / 2));
+    });
+    if (mine !== life) return undefined;
   }
-  return undefined;
 }
 
-function listen(seq) {
-  const state = (connection, trouble) => {
-    if (connection === "refused") refused(new Error(trouble));
-    else store.set({ connection, trouble });
-  };
-  stream = follow(seq, { row: arrived, state, again });
-}
+addEventListener("online", () => wake());
 
 function stop() {
   life += 1;
-  stream?.stop();
-  stream = null;
+  wake();
   flight.abort();
   flight = new AbortController();
   clearTimeout(timer);

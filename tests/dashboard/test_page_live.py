@@ -59,7 +59,7 @@ def test_a_value_that_a_loop_logs_gets_a_strip_of_its_own(live, own):
 
 def test_the_units_of_a_step_and_a_replica_on_standby_are_shown(live, own):
     step = state(live, "s.overview.head.step") + 1
-    own.tell(0, commits=(commit(step) | {"t": time.time() + 1, "units": 31, "units_wanted": 40},))
+    own.tell(0, commits=(commit(step) | {"units": 31, "units_wanted": 40},))
     expect(live.locator(".fact", has_text="units")).to_contain_text("31 of 40")
     expect(live.locator(".strip", has_text="Units")).to_contain_text("31")
     role = {"t": time.time() + 2, "event": "GrantAdopted", "reason": "more than are allowed", "role": "standby"}
