@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
-from tests.support.lighthouse.page_helpers import KEY, Seen, Server, open_page, write_past
+from tests.support.lighthouse.page_helpers import Seen, Server, open_page, write_past
+from tests.support.lighthouse.site import KEY
 from tests.support.programs import program
 
 FLAGS = (

@@ -3,7 +3,8 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.lighthouse.page_helpers import ADMIN, open_page, state
+from tests.support.lighthouse.lighthouse_helpers import ADMIN
+from tests.support.lighthouse.page_helpers import open_page, state
 from tests.support.waiting import until
 
 

@@ -1,7 +1,8 @@
 import httpx
 from playwright.sync_api import expect
 
-from tests.support.lighthouse.page_helpers import ADMIN, open_page
+from tests.support.lighthouse.lighthouse_helpers import ADMIN
+from tests.support.lighthouse.page_helpers import open_page
 from tests.support.lighthouse.signed import BlockingProof
 
 

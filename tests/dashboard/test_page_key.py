@@ -1,6 +1,6 @@
 from playwright.sync_api import expect
 
-from tests.support.lighthouse.page_helpers import KEY
+from tests.support.lighthouse.site import KEY
 
 
 def test_key_leaves_the_address_and_stays_in_this_tab(page, shared, seen):

@@ -2,7 +2,8 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.lighthouse.page_helpers import KEY, state
+from tests.support.lighthouse.page_helpers import state
+from tests.support.lighthouse.site import KEY
 from tests.support.waiting import until
 
 

@@ -1,7 +1,8 @@
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.support.lighthouse.page_helpers import KEY, Seen, open_page
+from tests.support.lighthouse.page_helpers import Seen, open_page
+from tests.support.lighthouse.site import KEY
 
 OURS = "ft_hsdp.train.model.Transformer"
 

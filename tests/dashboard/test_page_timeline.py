@@ -3,7 +3,8 @@
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.lighthouse.page_helpers import REPLICAS, state
+from tests.support.lighthouse.guarded import REPLICAS
+from tests.support.lighthouse.page_helpers import state
 from tests.support.waiting import until
 
 

@@ -1,6 +1,7 @@
 import pytest
 
-from tests.support.lighthouse.page_helpers import KEY, Seen, open_page
+from tests.support.lighthouse.page_helpers import Seen, open_page
+from tests.support.lighthouse.site import KEY
 
 
 @pytest.fixture(scope="module")

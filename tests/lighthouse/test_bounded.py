@@ -2,13 +2,9 @@
 
 import http.client
 import json
-import os
 import socket
 import sqlite3
 import struct
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +13,12 @@ import psutil
 import pytest
 
 from ft_hsdp import protocol
-from ft_hsdp.config import config_hash, dump, parse
 from ft_hsdp.core.grant import Continue, Grant
 from ft_hsdp.protocol import Telemetry
-from tests.support.lighthouse.lighthouse_helpers import START, TOKEN, ask, name, record
-from tests.support.waiting import until
+from tests.support.lighthouse.lighthouse_helpers import START, name, record
+from tests.support.lighthouse.program import Program, furnish
+from tests.support.lighthouse.signed import Signer
 
-ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = {"replicas": 2, "train": {"steps": 10**6}}
 MIB = 2**20
 
 
@@ -33,8 +27,6 @@ class Line:
 
     def __init__(self, port: int, source: str) -> None:
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=20, source_address=(source, 0))
-        from tests.support.lighthouse.signed import Signer
-
         self._signer = Signer(f"http://127.0.0.1:{port}")
 
     def send(self, path: str, message: object) -> None:
@@ -56,23 +48,6 @@ class Line:
         self._http.close()
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[tuple[Path, int, int]]:
-    """(run directory, port, pid) of a lighthouse."""
-    run = tmp_path / "job"
-    run.mkdir()
-    (run / "config.yaml").write_text(dump(parse(SETTINGS)))
-    (run / "token").write_text(TOKEN)
-    command = [sys.executable, "-m", "lighthouse", "--run", str(run)]
-    with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stderr=subprocess.DEVNULL) as process:
-        try:
-            until((run / "lighthouse.json").exists, "it listens")
-            url = json.loads((run / "lighthouse.json").read_text())["url"]
-            yield run, int(url.rpartition(":")[2]), process.pid
-        finally:
-            process.kill()
-
-
 def sizes(run: Path, pid: int) -> dict[str, float]:
     """What could grow: memory in MiB, descriptors, and rows of the tables in the store."""
     with sqlite3.connect(run / "lighthouse" / "store.sqlite", timeout=5) as db:
@@ -83,16 +58,12 @@ def sizes(run: Path, pid: int) -> dict[str, float]:
     return {"rss": process.memory_info().rss / MIB, "fds": float(process.num_fds()), **tables}
 
 
-def storm(run: Path, port: int, pid: int, rounds: int, looks: int) -> list[dict[str, float]]:
+def storm(lighthouse: Program, rounds: int, looks: int) -> list[dict[str, float]]:
     """Replica 1 joins, beats and leaves `rounds` times while replica 0 trains; the sizes at `looks` moments."""
-    shared = config_hash(parse(SETTINGS))
+    port, made = int(lighthouse.url.rpartition(":")[2]), lighthouse.message
     steady = Line(port, "127.0.0.2")
     supervisors = [Line(port, f"127.0.0.{n}") for n in range(3, 9)]
     seen: list[dict[str, float]] = []
-
-    def made(replica: int, *arguments: Any, **fields: Any) -> Any:
-        message = ask(replica, *arguments, **fields)
-        return protocol.QuorumRequest(message.report, message.ring, message.state, shared, message.layout)
 
     def report(turn: int, running: dict[int, str | None], *exited: str) -> None:
         line = supervisors[turn % len(supervisors)]
@@ -130,7 +101,7 @@ def storm(run: Path, port: int, pid: int, rounds: int, looks: int) -> list[dict[
         steady.send("/v1/quorum", commit())
         epoch = steady.answer(Grant).epoch
         if (turn + 1) % (rounds // looks) == 0:
-            seen.append(sizes(run, pid))
+            seen.append(sizes(lighthouse.run, lighthouse.process.pid))
     for line in (steady, *supervisors):
         line.close()
     return seen
@@ -151,6 +122,8 @@ LONG = pytest.param(10_000, 20, 3.0, marks=pytest.mark.soak)
 
 
 @pytest.mark.parametrize(("rounds", "looks", "rss_mib"), [(340, 10, 32.0), LONG])
-def test_many_joins_leaves_and_beats_leave_nothing_behind(place, rounds: int, looks: int, rss_mib: float) -> None:
-    run, port, pid = place
-    flat(storm(run, port, pid, rounds, looks), rss_mib)
+def test_many_joins_leaves_and_beats_leave_nothing_behind(
+    tmp_path, rounds: int, looks: int, rss_mib: float
+) -> None:
+    with Program(furnish(tmp_path / "job", train={"steps": 10**6})) as lighthouse:
+        flat(storm(lighthouse, rounds, looks), rss_mib)

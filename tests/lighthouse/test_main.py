@@ -2,30 +2,21 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
-import httpx
 import pytest
 
 from ft_hsdp import address, protocol
-from ft_hsdp.config import Config, config_hash, dump, parse
-from ft_hsdp.core.grant import Continue, Grant
+from ft_hsdp.config import Config, parse
+from ft_hsdp.core.grant import Continue
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.run.directory import alive, read_json
-from ft_hsdp.secret import TOKEN_VARIABLE, worker_token
+from ft_hsdp.launch.run.directory import alive
+from ft_hsdp.secret import worker_token
 from lighthouse import __main__ as program
 from lighthouse import runtime
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, name
-from tests.support.lighthouse.signed import BlockingProof
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, at, name
+from tests.support.lighthouse.program import Program, furnish
 from tests.support.waiting import until
-
-REPO = Path(__file__).resolve().parents[2]
-START_S = 30.0
 
 
 @pytest.fixture
@@ -34,111 +25,32 @@ def run(tmp_path):
     return furnish(tmp_path / "job")
 
 
-def furnish(folder, **keys):
-    folder.mkdir()
-    (folder / "config.yaml").write_text(dump(parse({"replicas": 2, "train": {"steps": 10}, **keys})))
-    (folder / "token").write_text(TOKEN)
-    return folder
-
-
-def spawn(run, *arguments, **environment):
-    command = [sys.executable, "-m", "lighthouse", "--run", str(run), *arguments]
-    env = {k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE} | environment
-    return subprocess.Popen(command, cwd=REPO, env=env, stderr=subprocess.PIPE)
-
-
-@contextmanager
-def lighthouse(run, *arguments, **environment):
-    """(process, url) of a lighthouse that listens; it is killed at the end."""
-    with spawn(run, *arguments, **environment) as process:
-        try:
-            yield process, listening(run, process)
-        finally:
-            process.kill()
-
-
-def listening(run, process):
-    file = run / "lighthouse.json"
-
-    def own() -> bool:
-        assert process.poll() is None, f"exit {process.returncode}: {process.stderr.read().decode()}"
-        return file.is_file() and json.loads(file.read_text())["pid"] == process.pid
-
-    until(own, "it listens", START_S)
-    said = json.loads(file.read_text())
-    assert said.keys() == {"pid", "created", "url", "urls", "host", "boot"}
-    assert said["urls"] == [said["url"]]
-    return said["url"]
-
-
-def ends(process, seconds=30.0):
-    """(exit code, its lines)"""
-    _, errors = process.communicate(timeout=seconds)
-    return process.returncode, errors.decode().splitlines()
-
-
-def client(url):
-    return httpx.Client(base_url=url, auth=BlockingProof(TOKEN), timeout=10.0, trust_env=False)
-
-
-def message(replica, *arguments, **fields):
-    """An ask of the configuration that `furnish` writes."""
-    shared = config_hash(parse({"replicas": 2, "train": {"steps": 10}}))
-    made = ask(replica, *arguments, **fields)
-    return protocol.encode(protocol.QuorumRequest(made.report, made.ring, made.state, shared, made.layout))
-
-
-def post(http, *arguments, **fields):
-    response = http.post("/v1/quorum", content=message(*arguments, **fields))
-    assert response.status_code == 200, response.text
-    return protocol.decode(response.content, Grant, Continue, protocol.Wait)
-
-
-def first_epoch(url):
-    """Both replicas ask at once."""
-
-    def one(replica):
-        with client(url) as http:
-            return post(http, replica)
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(one, (0, 1))
-    assert first == second
-    return first
-
-
-def replicas(http):
-    return http.get("/v1/status").json()["replicas"]
-
-
 def test_its_file_names_no_other_process_that_has_its_pid(run):
     """Where a container ended, the pid in the file may be that of any process of the host."""
-    with lighthouse(run):
-        said = read_json(run / "lighthouse.json")
+    with Program(run) as lighthouse:
+        said = lighthouse.said
+        assert said.keys() == {"pid", "created", "url", "urls", "host", "boot"}
+        assert said["urls"] == [said["url"]]
         assert alive(said)
         assert not alive({**said, "pid": os.getppid()})
 
 
 def test_after_sigkill_the_same_epoch_goes_on_in_a_higher_term(run):
-    with lighthouse(run) as (process, url):
-        grant = first_epoch(url)
+    with Program(run) as first:
+        grant = first.first_epoch()
         protocol.verify(worker_token(TOKEN), grant)
-        with client(url) as http:
-            assert post(http, 0, at(1, 1), epoch=1) == Continue(1, 2)
-        process.send_signal(signal.SIGKILL)
-        process.wait(10)
-    port = url.rsplit(":", 1)[1]
-    with lighthouse(run, "--port", port) as (_, again):
-        assert again == url
-        with client(url) as http:
-            status = http.get("/v1/status").json()
-            assert status["epoch"] == 1
-            assert status["term"] == grant.term + 1
-            assert post(http, 1, at(1, 1), epoch=1, max_term=grant.term) == Continue(1, 2)
-            for replica in (0, 1):
-                assert post(http, replica, at(1, 2), epoch=1, max_term=grant.term) == Continue(1, 3)
-            http.post("/v1/processes", content=protocol.encode(protocol.ProcessReport({0: name(0)}, (name(1),))))
-            shrunk = post(http, 0, at(1, 2), epoch=1, after=1)
+        assert first.answer(0, at(1, 1), epoch=1) == Continue(1, 2)
+    with Program(run, "--port", first.url.rpartition(":")[2]) as again:
+        assert again.url == first.url
+        status = again.get("/v1/status")
+        assert status["epoch"] == 1
+        assert status["term"] == grant.term + 1
+        assert again.answer(1, at(1, 1), epoch=1, max_term=grant.term) == Continue(1, 2)
+        for replica in (0, 1):
+            assert again.answer(replica, at(1, 2), epoch=1, max_term=grant.term) == Continue(1, 3)
+        exited = protocol.encode(protocol.ProcessReport({0: name(0)}, (name(1),)))
+        again.http.post(f"{again.url}/v1/processes", content=exited)
+        shrunk = again.answer(0, at(1, 2), epoch=1, after=1)
         assert (shrunk.term, shrunk.epoch, shrunk.ring) == (grant.term + 1, 2, (0,))
     rows = [json.loads(line) for line in (run / "lighthouse" / "events.jsonl").read_text().splitlines()]
     assert [r["event"] for r in rows if r["event"] != "Waiting"] == [
@@ -149,37 +61,19 @@ def test_after_sigkill_the_same_epoch_goes_on_in_a_higher_term(run):
 
 @pytest.mark.multiproc
 def test_sigterm_answers_open_long_polls_and_ends(run):
-    with lighthouse(run) as (process, url):
-        answers = []
-
-        def poll():
-            with client(url) as http:
-                answers.append(post(http, 0))
-
-        thread = threading.Thread(target=poll)
-        thread.start()
-        with client(url) as http:
-            until(lambda: replicas(http)[0]["state"] == "asking")
-        process.send_signal(signal.SIGTERM)
-        code, lines = ends(process)
+    with Program(run) as lighthouse, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lighthouse.answer, 0)
+        until(lambda: lighthouse.get("/v1/status")["replicas"][0]["state"] == "asking")
+        lighthouse.process.send_signal(signal.SIGTERM)
+        code, lines = lighthouse.end()
         assert code == 143, lines
-        thread.join()
-        assert [type(answer) for answer in answers] == [protocol.Wait]
+        assert isinstance(answer.result(), protocol.Wait)
         assert not [line for line in lines if "Traceback" in line or "ERROR" in line]
 
 
 def test_it_writes_down_where_others_reach_it(run):
-    with lighthouse(run, "--url", "http://job-lighthouse-0-0.job:29500") as (_, url):
-        assert url == "http://job-lighthouse-0-0.job:29500"
-
-
-def one_line(process, key):
-    """It ended with 64 and one line on `key`."""
-    code, lines = ends(process, START_S)
-    assert code == 64, lines
-    assert len(lines) == 1, lines
-    assert lines[0].startswith(f"{key}: "), lines
-    return lines[0]
+    with Program(run, "--url", "http://job-lighthouse-0-0.job:29500") as lighthouse:
+        assert lighthouse.url == "http://job-lighthouse-0-0.job:29500"
 
 
 def test_a_taken_port_is_one_line(run):
@@ -187,7 +81,8 @@ def test_a_taken_port_is_one_line(run):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert str(port) in one_line(spawn(run, "--port", str(port)), "network.port")
+        code, (line,) = Program(run, "--port", str(port)).end()
+    assert (code, line.partition(": ")[0], str(port) in line) == (64, "network.port", True), line
     assert not (run / "lighthouse.json").exists()
 
 
@@ -199,12 +94,12 @@ def test_what_is_damaged_is_set_aside_and_the_lighthouse_serves(run):
         (folder / file).write_bytes(b"no database" * 500)
     for path in (folder / "events.jsonl", run / "lighthouse.json"):
         path.mkdir()
-    with lighthouse(run) as (process, url):
-        assert first_epoch(url).epoch == 1
+    with Program(run) as lighthouse:
+        assert lighthouse.first_epoch().epoch == 1
         (run / "lighthouse.json").write_bytes(b"\xff{")
-        until(lambda: (run / "lighthouse.json").read_bytes().startswith(b'{"pid": %d' % process.pid))
-        with client(url) as http:
-            shown = http.get("/v1/events?event=DamagedFileSetAside").json()["events"]
+        said = b'{"pid": %d' % lighthouse.process.pid
+        until(lambda: (run / "lighthouse.json").read_bytes().startswith(said))
+        shown = lighthouse.get("/v1/events?event=DamagedFileSetAside")["events"]
     asides = sorted(
         p.name.partition(".damaged-")[0] for p in [*folder.iterdir(), *run.iterdir()] if "damaged" in p.name
     )

@@ -4,22 +4,17 @@ import itertools
 import json
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
-from ft_hsdp import protocol
-from ft_hsdp.config import config_hash, dump, parse
-from ft_hsdp.core.grant import Continue, Grant
+from ft_hsdp.config import dump, parse
+from ft_hsdp.core.grant import Continue
 from lighthouse.ha.election import Election, boot_time
 from tests.support.etcd_server import LossyEtcd
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at
-from tests.support.lighthouse.signed import BlockingProof
+from tests.support.lighthouse.lighthouse_helpers import at
+from tests.support.lighthouse.program import Program, furnish
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
@@ -116,90 +111,43 @@ async def test_a_key_of_a_campaign_that_got_no_answer_is_not_taken_for_a_new_one
 # Several lighthouses of one job, as processes, on a real etcd: one leads, another takes its place.
 
 
-REPO = Path(__file__).resolve().parents[3]
 LEASE_S = 2
-SHARED = {"replicas": 2}
 
 
 class Fleet:
     """Lighthouses of one run; a context that leaves none behind."""
 
     def __init__(self, run, etcd, count=2):
-        self.run = run
-        run.mkdir()
-        job = {"name": f"job-{next(NAMES)}"}
         chosen = {"etcd": [etcd.url], "etcd_lease_s": LEASE_S}
-        config = parse({**SHARED, "train": {"steps": 10}, "job": job, "lighthouse": chosen})
-        (run / "config.yaml").write_text(dump(config))
-        (run / "token").write_text(TOKEN)
-        self.processes = [self.spawn(seat) for seat in range(count)]
-        self.urls = [self.url(seat) for seat in range(count)]
-        self.http = httpx.Client(auth=BlockingProof(TOKEN), timeout=10.0, trust_env=False)
+        self.run = furnish(run, job={"name": f"job-{next(NAMES)}"}, lighthouse=chosen)
+        self.seats = [Program(run, seat=seat) for seat in range(count)]
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.http.close()
-        for process in self.processes:
-            process.kill()
-            process.wait(10)
-
-    def spawn(self, seat, *arguments):
-        command = [sys.executable, "-m", "lighthouse", "--run", str(self.run), "--seat", str(seat), *arguments]
-        with (self.run / "log").open("ab") as log:
-            return subprocess.Popen(command, cwd=REPO, stderr=log)
-
-    def url(self, seat):
-        """Where the process in a seat listens."""
-        file = self.run / "lighthouse" / f"seat-{seat}.json"
-
-        def said():
-            assert self.processes[seat].poll() is None, (self.run / "log").read_text()
-            return file.exists() and json.loads(file.read_text())["pid"] == self.processes[seat].pid
-
-        self.until(said, "it listens", 30.0)
-        return json.loads(file.read_text())["url"]
+        for seat in self.seats:
+            seat.__exit__()
 
     def role(self, seat):
         try:
-            return self.http.get(f"{self.urls[seat]}/healthz", timeout=1.0).json()["role"]
+            return self.seats[seat].http.get(f"{self.seats[seat].url}/healthz", timeout=1.0).json()["role"]
         except httpx.HTTPError:
             return "away"
 
     def leader(self, *among, within_s=10.0):
         """The seat that leads, once one does."""
-        seats = among or range(len(self.urls))
+        seats = among or range(len(self.seats))
         self.until(lambda: any(self.role(seat) == "leader" for seat in seats), "one leads", within_s)
         return next(seat for seat in seats if self.role(seat) == "leader")
 
     def until(self, condition, what, within_s=10.0):
-        until(condition, what, within_s, self.log)
+        until(condition, what, within_s, self.seats[0].tail)
 
     def journal(self, seat, event):
         name = f"journal-{seat}.sqlite" if seat else "journal.sqlite"
         with contextlib.closing(sqlite3.connect(self.run / "lighthouse" / name)) as db:
             return db.execute("SELECT count(*) FROM rows WHERE event = ?", (event,)).fetchone()[0]
-
-    def log(self):
-        return (self.run / "log").read_text()[-3000:]
-
-    def post(self, seat, *arguments, **fields):
-        made = ask(*arguments, **fields)
-        shared = config_hash(parse({**SHARED, "train": {"steps": 10}}))
-        body = protocol.encode(protocol.QuorumRequest(made.report, made.ring, made.state, shared, made.layout))
-        return self.http.post(f"{self.urls[seat]}/v1/quorum", content=body)
-
-    def answer(self, *arguments, **fields):
-        response = self.post(*arguments, **fields)
-        assert response.status_code == 200, response.text
-        return protocol.decode(response.content, Grant, Continue, protocol.Wait)
-
-    def first_epoch(self, seat):
-        with ThreadPoolExecutor(2) as pool:
-            one, other = pool.map(lambda r: self.answer(seat, r), (0, 1))
-        assert one == other
-        return one
 
 
 def events(run, name):
@@ -211,60 +159,66 @@ def test_a_killed_leader_is_followed_by_another_in_the_same_epoch(tmp_path, etcd
     with Fleet(tmp_path / "job", etcd) as fleet:
         first = fleet.leader()
         other = 1 - first
-        grant = fleet.first_epoch(first)
+        grant = fleet.seats[first].first_epoch()
         said = json.loads((fleet.run / "lighthouse.json").read_text())
-        assert (said["pid"], said["url"]) == (fleet.processes[first].pid, fleet.urls[first])
-        fleet.until(lambda: fleet.post(other, 0, at(1, 1), epoch=1).json().get("leader"), "it knows who leads")
-        refused = fleet.post(other, 0, at(1, 1), epoch=1)
-        assert (refused.status_code, refused.json()["leader"]) == (503, fleet.urls[first])
+        assert (said["pid"], said["url"]) == (fleet.seats[first].process.pid, fleet.seats[first].url)
+        fleet.until(
+            lambda: fleet.seats[other].post(0, at(1, 1), epoch=1).json().get("leader"), "it knows who leads"
+        )
+        refused = fleet.seats[other].post(0, at(1, 1), epoch=1)
+        assert (refused.status_code, refused.json()["leader"]) == (503, fleet.seats[first].url)
         with httpx.Client(trust_env=False) as stranger:
-            assert stranger.get(f"{fleet.urls[other]}/v1/status").status_code == 401
-            page = stranger.get(f"{fleet.urls[other]}/")
-            assert (page.status_code, page.headers["location"]) == (307, f"{fleet.urls[first]}/")
+            assert stranger.get(f"{fleet.seats[other].url}/v1/status").status_code == 401
+            page = stranger.get(f"{fleet.seats[other].url}/")
+            assert (page.status_code, page.headers["location"]) == (307, f"{fleet.seats[first].url}/")
         fleet.until(lambda: fleet.journal(other, "EpochGranted") == 1, "the standby has the leader's journal")
-        fleet.processes[first].kill()
+        fleet.seats[first].process.kill()
         assert fleet.leader(other, within_s=LEASE_S + 5) == other
-        assert fleet.answer(other, 0, at(1, 1), epoch=1, max_term=grant.term) == Continue(1, 2)
-        status = fleet.http.get(f"{fleet.urls[other]}/v1/status").json()
+        assert fleet.seats[other].answer(0, at(1, 1), epoch=1, max_term=grant.term) == Continue(1, 2)
+        status = fleet.seats[other].get("/v1/status")
         assert (status["epoch"], status["term"] > grant.term) == (1, True)
-        assert json.loads((fleet.run / "lighthouse.json").read_text())["url"] == fleet.urls[other]
-        told = fleet.http.get(f"{fleet.urls[other]}/v1/events").json()["events"]
+        assert json.loads((fleet.run / "lighthouse.json").read_text())["url"] == fleet.seats[other].url
+        told = fleet.seats[other].get("/v1/events")["events"]
         assert [e["facts"]["epoch"] for e in told if e["event"] == "EpochGranted"] == [1], "history is lost"
         assert len([e for e in told if e["event"] == "LighthouseElected"]) == 2
         assert [e["seq"] for e in told] == sorted({e["seq"] for e in told})
-        port = fleet.urls[first].rpartition(":")[2]
-        fleet.processes[first].wait(10)
-        fleet.processes[first] = fleet.spawn(first, "--port", port)
+        port = fleet.seats[first].url.rpartition(":")[2]
+        fleet.seats[first].__exit__()
+        fleet.seats[first] = Program(fleet.run, "--port", port, seat=first)
         fleet.until(lambda: fleet.role(first) == "standby", "the killed one stands by on its port", 20.0)
-        fleet.until(lambda: fleet.post(first, 0).json().get("leader") == fleet.urls[other], "it knows who leads")
+        fleet.until(
+            lambda: fleet.seats[first].post(0).json().get("leader") == fleet.seats[other].url, "it knows who leads"
+        )
 
 
 def test_a_leader_that_was_stopped_beyond_its_lease_grants_nothing_when_it_goes_on(tmp_path, etcd):
     with Fleet(tmp_path / "job", etcd) as fleet:
         zombie = fleet.leader()
         heir = 1 - zombie
-        grant = fleet.first_epoch(zombie)
-        fleet.processes[zombie].send_signal(signal.SIGSTOP)
+        grant = fleet.seats[zombie].first_epoch()
+        fleet.seats[zombie].process.send_signal(signal.SIGSTOP)
         answers = []
 
         def ask_the_zombie():
             try:  # one that the old membership would settle, and one for a new ring
-                answers.append(fleet.post(zombie, 0, at(1, 1), epoch=1))
-                answers.append(fleet.post(zombie, 0, at(1, 1), epoch=1, after=1))
+                answers.append(fleet.seats[zombie].post(0, at(1, 1), epoch=1))
+                answers.append(fleet.seats[zombie].post(0, at(1, 1), epoch=1, after=1))
             except httpx.HTTPError as error:
                 answers.append(error)
 
         thread = threading.Thread(target=ask_the_zombie)
         thread.start()
         assert fleet.leader(heir) == heir
-        assert fleet.answer(heir, 1, at(1, 1), epoch=1, max_term=grant.term) == Continue(1, 2)
-        fleet.processes[zombie].send_signal(signal.SIGCONT)
+        assert fleet.seats[heir].answer(1, at(1, 1), epoch=1, max_term=grant.term) == Continue(1, 2)
+        fleet.seats[zombie].process.send_signal(signal.SIGCONT)
         thread.join(15)
         assert answers
         assert not any(isinstance(a, httpx.Response) and a.status_code == 200 for a in answers), answers
         fleet.until(lambda: fleet.role(zombie) == "standby", "the zombie stands by, as the same process", 20.0)
-        assert fleet.processes[zombie].poll() is None
-        fleet.until(lambda: fleet.post(zombie, 0).json().get("leader") == fleet.urls[heir], "it knows who leads")
+        assert fleet.seats[zombie].process.poll() is None
+        fleet.until(
+            lambda: fleet.seats[zombie].post(0).json().get("leader") == fleet.seats[heir].url, "it knows who leads"
+        )
         terms = [row["term"] for row in events(fleet.run, "LighthouseElected")]
         assert terms == sorted(set(terms))
         assert len(events(fleet.run, "EpochGranted")) == 1
@@ -272,13 +226,11 @@ def test_a_leader_that_was_stopped_beyond_its_lease_grants_nothing_when_it_goes_
 
 def test_without_etcd_it_stands_by_and_says_so(tmp_path, etcd):
     with Fleet(tmp_path / "job", etcd, count=0) as fleet:
-        (fleet.run / "config.yaml").write_text(
-            dump(parse({**SHARED, "lighthouse": {"etcd": ["http://127.0.0.1:1"], "etcd_lease_s": LEASE_S}}))
-        )
-        fleet.processes.append(fleet.spawn(0))
-        fleet.urls.append(fleet.url(0))
+        chosen = {"etcd": ["http://127.0.0.1:1"], "etcd_lease_s": LEASE_S}
+        (fleet.run / "config.yaml").write_text(dump(parse({"replicas": 2, "lighthouse": chosen})))
+        fleet.seats.append(Program(fleet.run, seat=0))
         assert fleet.role(0) == "standby"
-        refused = fleet.post(0, 0)
+        refused = fleet.seats[0].post(0)
         assert (refused.status_code, refused.json()["leader"]) == (503, None)
-        fleet.processes[0].send_signal(signal.SIGTERM)
-        assert fleet.processes[0].wait(30) == 143
+        fleet.seats[0].process.send_signal(signal.SIGTERM)
+        assert fleet.seats[0].process.wait(30) == 143

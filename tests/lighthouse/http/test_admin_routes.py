@@ -4,76 +4,55 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
-from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.protocol import ProcessReport
-from lighthouse.http.access import Keys
-from lighthouse.http.app import MAX_REASON, create_app
+from lighthouse.http.app import MAX_REASON
 from lighthouse.quorum.state import Policy
-from lighthouse.service import SUPERVISED_S, Service
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, Row, ask, name
-from tests.support.lighthouse.signed import gated
-
-ADMIN = "ad" * 32
+from lighthouse.service import SUPERVISED_S
+from tests.support.lighthouse.lighthouse_helpers import ADMIN, MemoryStore, Row, ask, name
+from tests.support.lighthouse.site import Site
 
 
 class Place:
     """A lighthouse of three members, its journal, and a client that is an admin."""
 
-    def __init__(self, **policy: Any) -> None:
+    def __init__(self) -> None:
         self.rows: list[Row] = []
         self.now = 0.0
         self.store = MemoryStore()
-        state = self.store.load(Policy(**{"slots": 3, "steps": 10, **policy}))
-        self.service = Service(state, self.store, TOKEN, self._journal, clock=lambda: self.now)
         self.noted: list[Any] = []  # the state when each row was written
-        app = gated(create_app(self.service, Keys(TOKEN, ADMIN)))
-        transport = httpx.ASGITransport(app=app, client=("192.0.2.7", 4000))
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://lighthouse")
+        site = Site(3, store=self.store, note=self._journal, clock=lambda: self.now)
+        self.service, self.http = site.service, site.client(ADMIN, "192.0.2.7")
 
     def _journal(self, row: Row) -> None:
         self.rows.append(row)
         self.noted.append(self.service.state)
 
-    async def start(self) -> Place:
-        """Three members, whose supervisor reports."""
-        self.report(exited=())
-        await asyncio.gather(*(self.service.ask(ask(r)) for r in range(3)))
-        return self
-
     def report(self, exited: tuple[str, ...] = (), without: tuple[int, ...] = ()) -> Any:
         """What the supervisor says, and what it is told."""
         return self.service.processes(ProcessReport({r: name(r) for r in range(3) if r not in without}, exited))
 
-    async def order(self, path: str, token: str = ADMIN, **arguments: Any) -> httpx.Response:
+    async def order(self, path: str, **arguments: Any) -> httpx.Response:
         """One order."""
-        if token in (TOKEN, ADMIN):
-            arguments["auth"] = TokenProof(token)
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
-        return await self.http.post(f"/v1/admin/{path}", headers=headers, **arguments)
+        return await self.http.post(f"/v1/admin/{path}", **arguments)
 
     def audited(self) -> list[Row]:
         """What the journal says of operators."""
         return [row for row in self.rows if row["source"] == "admin"]
 
 
-@asynccontextmanager
-async def within(**policy: Any) -> AsyncIterator[Place]:
-    """A place that is started."""
-    place = Place(**policy)
-    async with place.http:
-        yield await place.start()
-
-
 @pytest.fixture
 async def place() -> AsyncIterator[Place]:
-    async with within() as started:
-        yield started
+    """A place that is started."""
+    place = Place()
+    async with place.http:
+        place.report(exited=())
+        await asyncio.gather(*(place.service.ask(ask(r)) for r in range(3)))
+        yield place
 
 
 @pytest.mark.parametrize(

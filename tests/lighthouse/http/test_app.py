@@ -5,39 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 
-import httpx
 import pytest
 
 from ft_hsdp import protocol
-from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.core.host_report import HostReport
 from ft_hsdp.core.restart import RestartPolicy
 from ft_hsdp.protocol import SupervisorReply
 from ft_hsdp.secret import worker_token
 from lighthouse.http import quorum_route
-from lighthouse.http.access import Keys, view_key
-from lighthouse.http.app import create_app
 from lighthouse.placement.state import PlacementPolicy
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, ask, at, make_service, name
-from tests.support.lighthouse.signed import gated
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, ask, at, name
+from tests.support.lighthouse.site import KEY, Site
 
 V1 = [("POST", "/v1/quorum"), ("POST", "/v1/processes"), ("GET", "/v1/status"), ("GET", "/v1/holders")]
 
 
-def make(total=1, long_poll_s=5.0):
-    return make_service(total, long_poll_s=long_poll_s)[0]
-
-
-def client(service, token=TOKEN):
-    transport = httpx.ASGITransport(app=gated(create_app(service, Keys(TOKEN)), Keys(TOKEN)))
-    auth = TokenProof(token) if token else None
-    return httpx.AsyncClient(transport=transport, base_url="http://lighthouse", auth=auth)
-
-
-async def call(method, path, service=None, token=TOKEN, **arguments):
+async def call(method, path, token=TOKEN, **arguments):
     """One request to a lighthouse of its own."""
-    async with client(service or make(), token) as http:
-        return await http.request(method, path, **arguments)
+    return await Site(1, database=False).call(method, path, token, **arguments)
 
 
 async def test_processes_answers_with_the_protocols_message():
@@ -50,17 +35,16 @@ async def test_processes_answers_with_the_protocols_message():
 @pytest.mark.parametrize(("token", "status"), [(TOKEN, 200), (worker_token(TOKEN), 403)])
 async def test_only_the_jobs_token_speaks_for_a_host(token, status):
     """A rank has the worker's token: with it nobody starts ranks, or reports the exits of a host."""
-    service, _ = make_service(total=1, placing=PlacementPolicy(1, 1, RestartPolicy(1, 0.0)))
+    site = Site(1, placing=PlacementPolicy(1, 1, RestartPolicy(1, 0.0)))
     report = protocol.ProcessReport({}, host=HostReport("near", "a", "here", 1, "127.0.0.1:4000"))
-    async with client(service, token) as http:
-        answer = await http.post("/v1/processes", content=protocol.encode(report))
+    answer = await site.call("POST", "/v1/processes", token, content=protocol.encode(report))
     assert answer.status_code == status
     assigned = status == 200
-    assert (service.state.placement.starts, b'"incarnation"' in answer.content) == (assigned, assigned)
+    assert (site.service.state.placement.starts, b'"incarnation"' in answer.content) == (assigned, assigned)
 
 
 async def test_status_and_health():
-    status = (await call("GET", "/v1/status", make(2))).json()
+    status = (await Site().call("GET", "/v1/status", TOKEN)).json()
     assert [row["replica"] for row in status["replicas"]] == [0, 1]
     health = await call("GET", "/healthz", token="")
     assert (health.status_code, health.headers["date"][-3:]) == (200, "GMT")
@@ -69,8 +53,8 @@ async def test_status_and_health():
 @pytest.mark.parametrize(("method", "path"), V1)
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
 async def test_strangers_are_turned_away_before_their_body_is_read(method, path, headers):
-    gate = gated(create_app(make(), Keys(TOKEN)), Keys(TOKEN))
-    reads = []
+    site, reads = Site(), []
+    gate = site.gate
 
     async def watched(scope, receive, send):
         async def counted():
@@ -79,9 +63,8 @@ async def test_strangers_are_turned_away_before_their_body_is_read(method, path,
 
         await gate(scope, counted, send)
 
-    transport = httpx.ASGITransport(app=watched)
-    async with httpx.AsyncClient(transport=transport, base_url="http://lighthouse") as http:
-        response = await http.request(method, path, headers=headers, content=b"{")
+    site.gate = watched
+    response = await site.call(method, path, headers=headers, content=b"{")
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "FT-HMAC, Bearer"
     assert not reads
@@ -127,24 +110,25 @@ async def test_a_body_that_never_ends_is_408(monkeypatch):
     async def send(message):
         out.append(message)
 
-    await create_app(make(), Keys(TOKEN))(scope, slow, send)
+    await Site().app(scope, slow, send)
     assert out[0]["status"] == 408
 
 
 async def test_a_store_that_fails_is_503():
     store = MemoryStore()
-    service, _ = make_service(1, store)
+    site = Site(1, store=store)
     store.full = True
-    response = await call("POST", "/v1/quorum", service, content=protocol.encode(ask(0)))
+    response = await site.call("POST", "/v1/quorum", TOKEN, content=protocol.encode(ask(0)))
     assert (response.status_code, response.json()) == (503, {"detail": "lighthouse store: full"})
 
 
 async def test_holders_are_named_for_a_replica_that_recovers():
-    service = make(2)
+    site = Site()
+    service = site.service
     both = [service.submit(ask(replica), None) for replica in (0, 1)]
     assert all(asked.answer.done() for asked in both)
     agents = {"0": ["127.0.0.1:7000"], "1": ["127.0.0.1:7001"]}
-    async with client(service) as http:
+    async with site.client(TOKEN) as http:
         found = (await http.get("/v1/holders?replica=0")).json()
         assert found == {"stands": True, "head": None, "agents": agents, "hosts": {}}
         for replica in (0, 1):
@@ -156,5 +140,4 @@ async def test_holders_are_named_for_a_replica_that_recovers():
         assert found["agents"] == agents, "those of the dead replica, too"
         assert (await http.get("/v1/holders?replica=1")).json()["stands"] is True, "replica 0 trains"
         assert (await http.get("/v1/holders?replica=-1")).status_code == 422
-        viewer = {"Authorization": f"Bearer {view_key(TOKEN)}"}
-        assert (await http.get("/v1/holders", headers=viewer, auth=None)).status_code == 403
+    assert (await site.call("GET", "/v1/holders", KEY)).status_code == 403

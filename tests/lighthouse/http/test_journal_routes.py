@@ -11,49 +11,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from ft_hsdp import protocol
-from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.protocol import RankBeat, Telemetry
-from lighthouse.http.access import Keys, view_key
-from lighthouse.http.app import create_app
 from lighthouse.http.journal_routes import SECURITY, Static
 from lighthouse.http.rate_limits import STREAMS
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase
-from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.overview import JobInfo, JournalEntry
-from tests.support.lighthouse.lighthouse_helpers import NOW, TOKEN, commit_row, make_service, served
-from tests.support.lighthouse.signed import gated
+from lighthouse.overview.overview import JournalEntry
+from tests.support.lighthouse.lighthouse_helpers import NOW, TOKEN, commit_row, served
+from tests.support.lighthouse.site import KEY, VIEWER, Site
 from tests.support.waiting import async_until
 
-ADMIN = "ad" * 32
-KEYS = Keys(TOKEN, ADMIN)
-ABOUT = JobInfo("job", 2, 1, 10)
 COMMIT = commit_row(1, contributors=[0, 1], total=2, loss=float("nan"))
-
-
-def bearer(token):
-    return {"Authorization": f"Bearer {token}"}
-
-
-VIEWER = bearer(view_key(TOKEN))
-WORKER = TokenProof(TOKEN)
-
-
-class Site:
-    """A lighthouse with a journal, in process."""
-
-    def __init__(self, database=None):
-        self.journal = JobJournal(database or MemoryDatabase(), ABOUT)
-        self.service, _ = make_service(2)
-        self.app = create_app(self.service, KEYS, self.journal)
-
-    def client(self, headers=VIEWER, auth=None):
-        transport = httpx.ASGITransport(app=gated(self.app, KEYS))
-        return httpx.AsyncClient(transport=transport, base_url="http://lighthouse", headers=headers, auth=auth)
-
-
-async def call(method, path, site=None, headers=VIEWER, auth=None, **arguments):
-    async with (site or Site()).client(headers, auth) as http:
-        return await http.request(method, path, **arguments)
 
 
 def row(n, **facts):
@@ -75,15 +42,15 @@ async def test_what_is_told_is_shown(site):
         ({**COMMIT, "units": 6},),
         (RankBeat(0, 7, "node", 3),),
     )
-    answer = await call("POST", "/v1/telemetry", site, auth=WORKER, content=protocol.encode(told))
+    answer = await site.call("POST", "/v1/telemetry", TOKEN, content=protocol.encode(told))
     assert (answer.status_code, answer.content) == (204, b"")
-    overview = (await call("GET", "/v1/overview", site)).json()
+    overview = (await site.call("GET", "/v1/overview", KEY)).json()
     head = overview["head"]
     assert (head["step"], head["loss"], head["healthy"], head["units"]) == (1, None, 2, 6)
     assert overview["replicas"][1]["ranks"][0]["host"] == "node"
     assert overview["job"]["live"]
     assert overview["lighthouse"]["term"] == site.service.state.term
-    (event,) = (await call("GET", "/v1/events?replica=1&text=WHY", site)).json()["events"]
+    (event,) = (await site.call("GET", "/v1/events?replica=1&text=WHY", KEY)).json()["events"]
     assert (event["seq"], event["event"], event["source"]) == (1, "E1", "replica")
 
 
@@ -93,7 +60,7 @@ PAGES = ["limit=0", "limit=1001", "after=-1", f"before={2**60}", "replica=-1", f
 
 @pytest.mark.parametrize("path", [*(f"overview?{q}" for q in OVERVIEWS), *(f"events?{q}" for q in PAGES)])
 async def test_a_view_of_nonsense_is_refused(path):
-    assert (await call("GET", f"/v1/{path}")).status_code == 422
+    assert (await Site().call("GET", f"/v1/{path}", KEY)).status_code == 422
 
 
 async def test_a_journal_that_cannot_be_read_is_503():
@@ -105,17 +72,17 @@ async def test_a_journal_that_cannot_be_read_is_503():
 
     database = Gone()
     database.append([JournalEntry(1, "event", row(1))])
-    site = Site(database)
+    site = Site(database=database)
     for path in ("/v1/overview", "/v1/events"):
-        answer = await call("GET", path, site)
+        answer = await site.call("GET", path, KEY)
         assert (answer.status_code, answer.json()) == (503, {"detail": "disk I/O error"})
 
 
 # The page's files.
 
 
-async def test_the_page_is_for_everybody_and_safe():
-    answer = await call("GET", "/", headers={})
+async def test_the_page_is_for_everybody_and_safe(site):
+    answer = await site.call("GET", "/")
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     for name, value in SECURITY.items():
@@ -123,9 +90,9 @@ async def test_the_page_is_for_everybody_and_safe():
     assert "default-src 'self'" in SECURITY["Content-Security-Policy"]
     assert "unsafe" not in SECURITY["Content-Security-Policy"]
     known = {"If-None-Match": f'W/"x", {answer.headers["etag"]}'}
-    again = await call("GET", "/", headers=known)
+    again = await site.call("GET", "/", headers=known)
     assert (again.status_code, again.content) == (304, b"")
-    asset = await call("GET", "/assets/app.js", headers={})
+    asset = await site.call("GET", "/assets/app.js")
     assert (asset.status_code, asset.headers["x-content-type-options"]) == (200, "nosniff")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import httpx
@@ -13,29 +12,18 @@ from schemathesis.checks import CHECKS, load_all_checks
 
 from ft_hsdp.http_proof import HEADER, NONE, SignedRequest
 from ft_hsdp.secret import worker_token
-from lighthouse.http.access import Keys, RequestGate, view_key
-from lighthouse.http.app import create_app
-from lighthouse.http.rate_limits import Rates
-from lighthouse.journal.database import MemoryDatabase
-from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.overview import JobInfo
-from lighthouse.quorum.state import Policy
-from lighthouse.service import Service
-from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, MemoryStore
+from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN
+from tests.support.lighthouse.site import KEY, Site
 
-TOKENS = {"viewer": view_key(TOKEN), "worker": worker_token(TOKEN), "host": TOKEN, "admin": ADMIN}
+TOKENS = {"viewer": KEY, "worker": worker_token(TOKEN), "host": TOKEN, "admin": ADMIN}
 
 
 class Local:
     """The lighthouse as it stands in a process: behind its gate, called from loopback, time never short."""
 
     def __init__(self):
-        store = MemoryStore()
-        service = Service(store.load(Policy(slots=2, steps=10)), store, TOKEN, lambda _: None, long_poll_s=0.005)
-        keys = Keys(TOKEN, ADMIN)
-        journal = JobJournal(MemoryDatabase(), JobInfo("job", 2, 1, 10))
-        self.inner = create_app(service, keys, journal)
-        self.gate = RequestGate(self.inner, keys, Rates(), itertools.count(0, 10).__next__)
+        site = Site(long_poll_s=0.005)
+        self.inner, self.gate = site.app, site.gate
 
     async def __call__(self, scope, receive, send):
         """A request with the header "Sign ROLE" is signed here, whatever it is."""

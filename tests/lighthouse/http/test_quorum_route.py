@@ -5,10 +5,9 @@ from typing import Any
 
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Continue, Grant
-from lighthouse.http.access import Keys
-from lighthouse.http.app import create_app
 from lighthouse.http.quorum_route import BODY_S
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, make_service, quiet
+from tests.support.lighthouse.lighthouse_helpers import ask, at, quiet
+from tests.support.lighthouse.site import Site
 
 
 class Call:
@@ -42,7 +41,7 @@ class Call:
 
 
 async def test_an_ask_in_pieces_is_put_together() -> None:
-    app = create_app(make_service(total=1)[0], Keys(TOKEN))
+    app = Site(1).app
     data = protocol.encode(ask(0))
     status, body = await Call(app, data[:10], data[10:11], data[11:]).result()
     assert status == 200
@@ -50,8 +49,7 @@ async def test_an_ask_in_pieces_is_put_together() -> None:
 
 
 async def test_members_of_a_round_get_equal_bytes_and_the_next_round_others() -> None:
-    service, _ = make_service(total=2)
-    app = create_app(service, Keys(TOKEN))
+    app = Site().app
 
     async def both(*asks: protocol.QuorumRequest) -> list[bytes]:
         calls = [Call(app, protocol.encode(each)) for each in asks]
@@ -66,9 +64,9 @@ async def test_members_of_a_round_get_equal_bytes_and_the_next_round_others() ->
 
 
 async def test_an_ask_whose_connection_ends_is_withdrawn() -> None:
-    service, _ = make_service(total=2)
-    app = create_app(service, Keys(TOKEN))
-    call = Call(app, protocol.encode(ask(0)))
+    site = Site()
+    service = site.service
+    call = Call(site.app, protocol.encode(ask(0)))
     await quiet()
     assert service.state.views[0].ask is not None
     call.gone.set()

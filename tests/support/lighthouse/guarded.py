@@ -1,7 +1,8 @@
 """A lighthouse as a process behind its gate, and talking to it: as somebody who belongs there, and in raw bytes.
 
 As a program (`python -m ... JSON`) it prints its URL, then serves. JSON: total (replicas), tick_s and handshake_s
-(of the door), network (that section of the configuration).
+(of the door), network (that section of the configuration); or, for the tests of the page, port and database of a
+job of 20 replicas, of which one has a supervisor that reports. Whoever looks at that has time.
 """
 
 import asyncio
@@ -23,23 +24,23 @@ import uvicorn
 import uvloop
 
 from ft_hsdp import protocol, tls
-from ft_hsdp.config import parse
+from ft_hsdp.config import Config, parse
 from ft_hsdp.core.grant import Continue, Grant, Refused
+from ft_hsdp.core.restart import RestartPolicy
 from ft_hsdp.protocol import Wait
 from lighthouse.http import connections
-from lighthouse.http.access import Keys, RequestGate, view_key
-from lighthouse.http.app import create_app
+from lighthouse.http.access import RequestGate
 from lighthouse.http.rate_limits import Rates
-from lighthouse.journal.database import MemoryDatabase
-from lighthouse.journal.journal import JobJournal
+from lighthouse.journal.database import SqliteDatabase
 from lighthouse.overview.overview import JobInfo
-from lighthouse.quorum.state import Policy
-from lighthouse.service import Service
-from tests.support.lighthouse.lighthouse_helpers import ADMIN, START, TOKEN, MemoryStore, ask, at
+from lighthouse.placement.state import PlacementPolicy
+from lighthouse.runtime import about as about_job
+from tests.support.lighthouse.lighthouse_helpers import START, ask, at
 from tests.support.lighthouse.signed import Signer
+from tests.support.lighthouse.site import KEYS, VIEWER, Site
 
 ROOT = Path(__file__).parents[3]
-BEARER = {"Authorization": f"Bearer {view_key(TOKEN)}"}
+REPLICAS, STEPS = 20, 120_000  # of the job of the page
 AUTHORIZED = b"authorization: of this request\r\n"  # stands for the header in `Server.signed`
 
 
@@ -52,7 +53,7 @@ class Server:
         self._signer = Signer(url)
 
     def client(self, **arguments):
-        defaults = {"base_url": self.url, "headers": BEARER, "timeout": 10.0, "trust_env": False}
+        defaults = {"base_url": self.url, "headers": VIEWER, "timeout": 10.0, "trust_env": False}
         return httpx.Client(**{**defaults, **arguments})
 
     def headers(self, method, path, body=b""):
@@ -186,21 +187,27 @@ async def main() -> None:
     told = json.loads(sys.argv[1])
     context = tls.server(parse({"network": told.get("network", {})}).network)
     connections.HANDSHAKE_S = told.get("handshake_s", connections.HANDSHAKE_S)
-    store = MemoryStore()
-    state = store.load(Policy(slots=told.get("total", 2), steps=10**6))
-    service = Service(state, store, TOKEN, lambda _: None, long_poll_s=1.0)
-    keys = Keys(TOKEN, ADMIN)
-    journal = JobJournal(MemoryDatabase(), JobInfo("job", 2, 1, 10**6))
-    journal.begin()
-    app = RequestGate(create_app(service, keys, journal), keys, Rates())
+    site = long_run(Path(told["database"])) if "database" in told else Site(steps=10**6, long_poll_s=1.0)
+    site.journal.begin()
+    app = site.gate if "database" in told else RequestGate(site.app, KEYS, Rates())
     guests = connections.Connections(tick_s=told.get("tick_s", connections.TICK_S))
     server = uvicorn.Server(uvicorn.Config(app, **connections.options(guests, context)))
-    sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    sock = socket.create_server(("127.0.0.1", told.get("port", 0)), backlog=1024)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.01)
     print(f"{'http' if context is None else 'https'}://127.0.0.1:{sock.getsockname()[1]}", flush=True)
-    await serving
+    while not serving.done():
+        if "database" in told:
+            site.service.processes(protocol.ProcessReport({3: "3-run-0"}))
+        await asyncio.wait([serving], timeout=1.0)
+
+
+def long_run(database: Path) -> Site:
+    """A lighthouse with a made-up past."""
+    about = JobInfo("pretrain", REPLICAS, 2, STEPS, config=about_job(Config()).config)
+    chosen = {"steps": STEPS, "evict_s": 600.0, "placing": PlacementPolicy(1, 2, RestartPolicy(3, 0.0))}
+    return Site(REPLICAS, SqliteDatabase(database), about, job="pretrain", **chosen)
 
 
 if __name__ == "__main__":

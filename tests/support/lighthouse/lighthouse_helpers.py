@@ -180,8 +180,11 @@ def make_service(
     rules: Mapping[str, str] | None = None,
     long_poll_s: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
+    note: Callable[[Row], None] | None = None,
+    job: str = "job",
     **policy: Any,
 ) -> tuple[Any, list[Row]]:
+    """A service, and its rows unless they are noted elsewhere."""
     rows: list[Row] = []
     store = store or MemoryStore()
     state = store.load(Policy(**{"slots": total, "steps": 10, **policy}))
@@ -189,8 +192,8 @@ def make_service(
         state,
         store,
         TOKEN,
-        rows.append,
-        name="job",
+        note or rows.append,
+        name=job,
         agreed=None if config_hash is None else Agreement(config_hash, rules=tuple(sorted((rules or {}).items()))),
         long_poll_s=long_poll_s,
         clock=clock,

@@ -1,5 +1,6 @@
 """What the tests of the page share: a server in its own process, and a page that must stay clean."""
 
+import json
 import subprocess
 import sys
 import time
@@ -14,16 +15,15 @@ from playwright.sync_api import Browser, Page, expect
 from ft_hsdp import address, protocol
 from ft_hsdp.core.host_report import HostReport
 from ft_hsdp.protocol import ProcessReport, Telemetry
-from lighthouse.http.access import view_key
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.overview.overview import JournalEntry
-from tests.support.lighthouse.page_server import ADMIN as ADMIN
-from tests.support.lighthouse.page_server import REPLICAS, TOKEN
+from tests.support.lighthouse.guarded import REPLICAS
+from tests.support.lighthouse.lighthouse_helpers import TOKEN
 from tests.support.lighthouse.signed import BlockingProof
+from tests.support.lighthouse.site import KEY
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
-KEY = view_key(TOKEN)
 WAIT_S = 15.0
 
 expect.set_options(timeout=WAIT_S * 1000)
@@ -58,14 +58,9 @@ class Server:
 
     def start(self) -> None:
         """Start it, and wait until it serves."""
-        command = [
-            sys.executable,
-            "-m",
-            "tests.support.lighthouse.page_server",
-            str(self._database),
-            str(self.port),
-        ]
-        self._process = subprocess.Popen(command, cwd=ROOT)
+        told = json.dumps({"database": str(self._database), "port": self.port})
+        command = [sys.executable, "-m", "tests.support.lighthouse.guarded", told]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
         until(self._serves)
 
     def _serves(self) -> bool:
