@@ -3,10 +3,9 @@
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -19,55 +18,44 @@ from ft_hsdp.control.exit_watch import Watched, shares, start
 from ft_hsdp.http_proof import HEADER
 from ft_hsdp.launch.backend.processes import free_port
 from ft_hsdp.protocol import MachineRanks, ProcessReport, SupervisorReply
+from tests.support.answering import Answering, serving
 from tests.support.lighthouse.signed import proof
 
 TOKEN = "ab" * 32
 NAME = "3-run-2"
 
 
-class Lighthouse(HTTPServer):
+class Lighthouse(ThreadingHTTPServer):
     """Refuses the first report, takes the next."""
 
     told: Queue[ProcessReport]
     refuse = 1
 
 
-class Answer(BaseHTTPRequestHandler):
+class Answer(Answering):
     server: Lighthouse
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.body()
         self.server.refuse -= 1
         if self.server.refuse >= 0:
-            self._answer(503, b"")
+            self._proved(503, b"")
             return
         told = protocol.decode(body, ProcessReport)
         self.server.told.put(told)
         known = tuple(each.incarnation for each in told.machines if each.gone)
-        answer = protocol.encode(SupervisorReply(0, 0, False, exited=known))
-        self._answer(200, answer)
+        self._proved(200, protocol.encode(SupervisorReply(0, 0, False, exited=known)))
 
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header(HEADER, proof(self.headers["Authorization"], status, body, TOKEN))
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    def _proved(self, status: int, body: bytes) -> None:
+        self.answer(status, body, {HEADER: proof(self.headers["Authorization"], status, body, TOKEN)})
 
 
 @pytest.fixture
 def lighthouse() -> Iterator[Lighthouse]:
     server = Lighthouse(("127.0.0.1", 0), Answer)
     server.told = Queue()
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(server):
+        yield server
 
 
 def watched(pids: tuple[int, ...], url: str, **changes: Any) -> Watched:

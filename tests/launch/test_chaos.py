@@ -166,14 +166,9 @@ def test_options_that_do_not_fit_are_one_line(said: dict[str, Any], option: str)
 
 @pytest.fixture
 def victim(run_dir: RunDir) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that names its run, as ranks do, listed as rank 1 of replica 0."""
-    code = "import time; print(1, flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code, str(run_dir.path)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        _list(run_dir, process.pid)
-        yield process
-        process.kill()
+    """Rank 1 of replica 0."""
+    with pretenders(run_dir, {1: "vm"}, []) as found:
+        yield found["rank 1"]
 
 
 def _list(run: RunDir, pid: int) -> None:

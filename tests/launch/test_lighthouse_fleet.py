@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,19 @@ def fleet(folder: Path, **lighthouse: Any) -> tuple[LighthouseFleet, RunDir, lis
 def processes(run: RunDir) -> set[int]:
     """The pids of all lighthouses of a run that live, the spare one included."""
     return {process.pid for process, line in running(os.getpid()).items() if str(run.path) in line}
+
+
+@contextlib.asynccontextmanager
+async def kept(lighthouse: Any) -> AsyncIterator[None]:
+    """It is started and kept, and stopped at the end."""
+    await lighthouse.start()
+    keeping = asyncio.create_task(lighthouse.keep())
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await lighthouse.stop()
 
 
 async def test_an_etcd_that_is_not_there_is_one_line_and_69(tmp_path, monkeypatch) -> None:
@@ -68,9 +82,7 @@ async def test_a_spare_takes_the_place_of_a_lighthouse_that_is_killed(tmp_path, 
     """It has loaded everything before; where there is none, one is started from nothing."""
     monkeypatch.setattr(lighthouse_process, "SPARE_S", 0.2)
     alone, run, events = fleet(tmp_path)
-    await alone.start()
-    keeping = asyncio.create_task(alone.keep())
-    try:
+    async with kept(alone):
         said = read_json(run.lighthouse)
         await async_until(lambda: processes(run) - {said["pid"]}, "a spare")
         (heir,) = processes(run) - {said["pid"]}
@@ -81,10 +93,6 @@ async def test_a_spare_takes_the_place_of_a_lighthouse_that_is_killed(tmp_path, 
         for pid in processes(run):
             os.kill(pid, signal.SIGKILL)
         await async_until(lambda: read_json(run.lighthouse)["pid"] != heir and len(events) >= 4, "it is back")
-    finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
-        await alone.stop()
     assert not processes(run)
 
 
@@ -117,9 +125,7 @@ async def test_a_lighthouse_that_gives_no_sign_of_life_is_replaced(tmp_path: Pat
     """It is stopped for good: without another one, no membership could change any more."""
     _, run, events = fleet(tmp_path)
     alone = LighthouseProcess(run, parse({"timeouts": {"evict_s": 2.0}}), events.append)
-    await alone.start()
-    keeping = asyncio.create_task(alone.keep())
-    try:
+    async with kept(alone):
         said = read_json(run.lighthouse)
         await asyncio.sleep(3.0)  # longer than it may be silent: it beats, and is left alone
         assert read_json(run.lighthouse) == said
@@ -129,7 +135,3 @@ async def test_a_lighthouse_that_gives_no_sign_of_life_is_replaced(tmp_path: Pat
         assert read_json(run.lighthouse)["url"] == said["url"]
         assert read_json(run.lighthouse)["pid"] != said["pid"]
         assert [e["event"] for e in events][:2] == ["LighthouseSilent", "LighthouseExited"]
-    finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
-        await alone.stop()

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,17 +40,24 @@ class Fake:
         self.run = start_run(self.config)
         self.out = io.StringIO()
 
+    def mark(self, name: str) -> Path:
+        """Leave a file for the stand-ins."""
+        (self.run.path / name).touch()
+        return self.run.path / name
+
+    async def held_until(self, ready: Callable[[], object], what: str) -> tuple[int, Summary | None]:
+        """Let it run, and end only once something has happened."""
+        hold = self.mark("hold")
+        going = asyncio.create_task(self.go())
+        await async_until(ready, what)
+        hold.unlink()
+        return await going
+
     async def go(self) -> tuple[int, Summary | None]:
         with Terminal(self.config, self.out) as terminal:
             entry = "tests.support.launch.standin_trainer:main"
             replicas = partial(LocalReplicas, self.config, self.run, entry=entry, preload=())
             return await JobRun(self.config, self.run, terminal, replicas, self.lighthouse).run()
-
-    def pids(self) -> list[int]:
-        found = [read_json(self.run.lighthouse)["pid"]]
-        for replica in self.run.replicas():
-            found += [rank["pid"] for rank in read_json(self.run.processes(replica))["ranks"]]
-        return found
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in read_jsonl(self.run.events) if e["event"] == name]
@@ -65,12 +73,7 @@ class Fake:
 
 async def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -> None:
     job = Fake(tmp_path, chaos=[KILL], timeouts={"stop_s": 5})
-
-    (job.run.path / "hold").touch()
-    going = asyncio.create_task(job.go())
-    await async_until(lambda: read_jsonl(job.run.replica_events(1)), "the new replica 1")
-    (job.run.path / "hold").unlink()
-    code, summary = await going
+    code, summary = await job.held_until(lambda: read_jsonl(job.run.replica_events(1)), "the new replica 1")
     assert code == 0
     assert summary == read_json(job.run.summary)
     assert summary is not None
@@ -115,11 +118,8 @@ async def test_a_host_that_is_down_leaves_its_replica_to_a_spare_one(tmp_path: P
     """It is away for good, and the job ends all the same. The spare host was there from the start."""
     rule = {"kind": "host", "host": "r1h0", "at_step": 8}
     job = Fake(tmp_path, chaos=[rule], hosts={"per_replica": 1, "spare": 1}, timeouts={"stop_s": 5})
-    (job.run.path / "hold").touch()
-    going = asyncio.create_task(job.go())
-    await async_until(lambda: "'s0'" in str(read_json(job.run.processes(1))), "replica 1 on the spare host")
-    (job.run.path / "hold").unlink()
-    assert (await going)[0] == 0
+    placed = await job.held_until(lambda: "'s0'" in str(read_json(job.run.processes(1))), "the spare host")
+    assert placed[0] == 0
     assert [(e["before"], e["host"]) for e in job.events("HostReplaced")] == [("r1h0", "s0")]
 
 
@@ -136,7 +136,7 @@ async def test_down_steps_keep_a_replica_away(tmp_path: Path) -> None:
 
 async def test_a_replica_past_its_budget_is_lost_and_the_job_is_retryable(tmp_path: Path) -> None:
     job = Fake(tmp_path, chaos=[KILL], restart={"budget": 1})
-    (job.run.path / "crash-loop").touch()
+    job.mark("crash-loop")
     code, summary = await job.go()
     assert code == 75
     assert summary is not None
@@ -149,7 +149,7 @@ async def test_an_error_that_ends_every_replica_again_ends_the_job_and_is_told(
 ) -> None:
     """With 64 if the script is to blame; data that are away may come back."""
     job = Fake(tmp_path, replicas=2, ranks_per_replica=1, restart={"budget": 2})
-    (job.run.path / error).touch()
+    job.mark(error)
     assert (await job.go())[0] == code
     why = {
         "raise": "KeyError: 'tokens of ",
@@ -169,7 +169,7 @@ async def test_an_error_that_ends_every_replica_again_ends_the_job_and_is_told(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 async def test_a_signal_stops_everything(tmp_path: Path, number: int, code: int) -> None:
     job = Fake(tmp_path)
-    (job.run.path / "hang").touch()
+    job.mark("hang")
     going = asyncio.create_task(job.go())
     await async_until(lambda: len(job.run.replicas()) == 3 and job.events("ReplicaStarted"), "the start")
     picture = await asyncio.to_thread(status, job.run)
@@ -181,7 +181,7 @@ async def test_a_signal_stops_everything(tmp_path: Path, number: int, code: int)
 
 async def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:
     job = Fake(tmp_path, timeouts={"stop_s": 60.0})  # longer than this test may take
-    (job.run.path / "deaf").touch()
+    job.mark("deaf")
     going = asyncio.create_task(job.go())
     await async_until(lambda: len(list(job.run.path.glob("deaf-*"))) == 6, "ranks that do not leave")
     os.kill(os.getpid(), signal.SIGINT)

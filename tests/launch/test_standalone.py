@@ -3,9 +3,8 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -17,25 +16,19 @@ from ft_hsdp.launch import backend, host, standalone
 from ft_hsdp.launch.run.directory import RunDir, make_run, read_json, write_job_files, write_json
 from lighthouse.quorum.state import Policy
 from lighthouse.store import SqliteStore
+from tests.support.answering import Answering, serving
 
 NOBODY = "http://127.0.0.1:1"
 GOOD = "a" * 64
 
 
-class Strict(BaseHTTPRequestHandler):
+class Strict(Answering):
     """A lighthouse that knows the token `GOOD`."""
 
     def do_GET(self) -> None:
         _, name, *_, asked = self.headers.get("Authorization", "- - -").split()
         proof = keys_of(GOOD).answer(asked.encode(), b"challenge", 200, b"").decode()
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        if name == keys_of(GOOD).key_id:
-            self.send_header(HEADER, f"challenge {proof}")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        self.answer(200, headers={HEADER: f"challenge {proof}"} if name == keys_of(GOOD).key_id else {})
 
 
 HOLDER = 0  # the descriptor of one that nobody asks for anything here
@@ -43,12 +36,8 @@ HOLDER = 0  # the descriptor of one that nobody asks for anything here
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Strict) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Strict)) as found:
+        yield found
 
 
 @pytest.fixture

@@ -36,6 +36,24 @@ class Ranks:
         )
         self.exits: dict[int, int] = {}
 
+    @property
+    def forker(self) -> int:
+        """The pid of the fork server."""
+        assert self.server.pid is not None
+        return self.server.pid
+
+    async def stopped(self, pid: int) -> None:
+        """Stop a rank."""
+        self.server.signal(pid, signal.SIGSTOP)
+        await async_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
+
+    async def killed(self, pid: int) -> None:
+        """Kill a rank, the first one that ends."""
+        assert not self.exits
+        self.server.signal(pid, signal.SIGKILL)
+        await async_until(lambda: self.exits, "the exit")
+        assert self.exits == {pid: -signal.SIGKILL}
+
     async def spawn(self, rank: int = 0, restart: int = 0) -> int:
         return await self.server.spawn(
             env={"RANK": str(rank)},
@@ -68,9 +86,9 @@ class Ranks:
 
 
 @pytest.fixture
-async def ranks(run_dir: RunDir) -> AsyncIterator[Ranks]:
-    """Ranks of a fork server, which is closed at the end."""
-    made = Ranks(run_dir)
+async def ranks(run_dir: RunDir, request: pytest.FixtureRequest) -> AsyncIterator[Ranks]:
+    """Ranks of a fork server, which is closed at the end; the parameter is `spawn_s`."""
+    made = Ranks(run_dir, getattr(request, "param", 10.0))
     yield made
     await made.server.close()
 
@@ -85,25 +103,19 @@ async def ranks(run_dir: RunDir) -> AsyncIterator[Ranks]:
     ],
 )
 async def test_a_rank_ends_with_the_code_of_its_entry_and_its_output_is_in_its_log(
-    run_dir: RunDir, plan: Plan, action: list[object], code: int, said: str
+    run_dir: RunDir, plan: Plan, ranks: Ranks, action: list[object], code: int, said: str
 ) -> None:
     plan({"0": {"0": {"0": action}}})
-    ranks = Ranks(run_dir)
     pid = await ranks.spawn()
     await async_until(lambda: ranks.exits, "the exit")
     assert ranks.exits == {pid: code}
     assert said in run_dir.rank_log(0, 0).read_text()
-    await ranks.server.close()
 
 
 async def test_the_exit_by_a_signal_is_negative_and_reaches_stopped_ranks(ranks: Ranks) -> None:
     pid = await ranks.spawn_waiting()
-    ranks.server.signal(pid, signal.SIGSTOP)
-    await async_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
-    assert not ranks.exits
-    ranks.server.signal(pid, signal.SIGKILL)
-    await async_until(lambda: ranks.exits, "the exit")
-    assert ranks.exits == {pid: -signal.SIGKILL}
+    await ranks.stopped(pid)
+    await ranks.killed(pid)
 
 
 async def test_a_rank_has_no_descriptor_of_the_server_of_one_thread_and_names_its_run(ranks, run_dir) -> None:
@@ -122,8 +134,7 @@ async def test_a_rank_has_no_descriptor_of_the_server_of_one_thread_and_names_it
 
 async def test_when_the_server_dies_its_ranks_go_on_and_another_one_is_started(ranks: Ranks) -> None:
     pids = [await ranks.spawn_waiting(rank) for rank in (0, 1)]
-    first = ranks.server.pid
-    assert first is not None
+    first = ranks.forker
     os.kill(first, signal.SIGKILL)
     await async_until(lambda: ranks.server.pid not in (None, first), "another server, though nobody asked for it")
     assert ranks.lost == [(first, "the fork server died")]
@@ -152,8 +163,7 @@ async def test_the_end_waits_for_a_server_that_was_given_up(run_dir, monkeypatch
     monkeypatch.setattr(asyncio.subprocess.Process, "wait", ended)
     ranks = Ranks(run_dir, spawn_s=0.1)
     await ranks.server.start()
-    first = ranks.server.pid
-    assert first is not None
+    first = ranks.forker
     os.kill(first, signal.SIGSTOP)
     with pytest.raises(Retryable, match="did not fork within"):
         await ranks.spawn()
@@ -172,15 +182,13 @@ async def test_a_start_that_is_cancelled_leaves_no_log_open(run_dir: RunDir) -> 
     gc.collect()  # a warning is an error
 
 
-async def test_a_frozen_server_costs_one_start_and_no_rank(run_dir: RunDir) -> None:
-    ranks = Ranks(run_dir, spawn_s=0.5)
+@pytest.mark.parametrize("ranks", [0.5], indirect=True)
+async def test_a_frozen_server_costs_one_start_and_no_rank(ranks: Ranks) -> None:
     uncalled = await ranks.spawn_uncalled()
     pid = await ranks.spawn_waiting()
-    first = ranks.server.pid
-    assert first is not None
+    first = ranks.forker
     os.kill(first, signal.SIGSTOP)
-    ranks.server.signal(pid, signal.SIGSTOP)  # without the server
-    await async_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
+    await ranks.stopped(pid)  # without the server
     with pytest.raises(Retryable, match=r"^the fork server did not fork within 0\.5 s$"):
         await ranks.spawn(1)
     assert [pid for pid, _ in ranks.lost] == [first]
@@ -188,12 +196,8 @@ async def test_a_frozen_server_costs_one_start_and_no_rank(run_dir: RunDir) -> N
     ranks.server.assign(uncalled, ranks.assignment(2, 0))
     await async_until((ranks.run.path / "waiting-0-0-2").exists, "the spare of the old server, which is called")
     await ranks.spawn_waiting(1)
-    assert ranks.exits == {}
     assert alive({"pid": pid})
-    ranks.server.signal(pid, signal.SIGKILL)
-    await async_until(lambda: ranks.exits, "the exit of a rank of the old server")
-    assert ranks.exits == {pid: -signal.SIGKILL}
-    await ranks.server.close()
+    await ranks.killed(pid)
 
 
 async def test_all_that_a_rank_started_ends_with_it(run_dir: RunDir, plan: Plan) -> None:
@@ -223,7 +227,7 @@ def test_a_process_of_a_job_has_no_place_in_another_one(monkeypatch: pytest.Monk
 
 
 async def test_a_rank_that_was_never_heard_of_is_gone_at_the_end(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ft_hsdp.launch.backend.forkserver._Server._deliver", lambda *_: None)
 
@@ -231,10 +235,8 @@ async def test_a_rank_that_was_never_heard_of_is_gone_at_the_end(
         ours = psutil.Process().children()
         return [child for child in ours if os.getsid(child.pid) == server != child.pid]
 
-    ranks = Ranks(run_dir)
     await ranks.server.start()
-    server = ranks.server.pid
-    assert server is not None
+    server = ranks.forker
     start = asyncio.create_task(ranks.spawn())
     await async_until(lambda: forked(server), "the rank")
     (rank,) = forked(server)
@@ -246,8 +248,7 @@ async def test_a_rank_that_was_never_heard_of_is_gone_at_the_end(
 
 async def test_a_fork_that_fails_costs_no_other_rank(ranks: Ranks) -> None:
     pid = await ranks.spawn_waiting()
-    server = ranks.server.pid
-    assert server is not None
+    server = ranks.forker
     limits = resource.prlimit(server, resource.RLIMIT_NOFILE)
     resource.prlimit(server, resource.RLIMIT_NOFILE, (psutil.Process(server).num_fds(), limits[1]))
     with pytest.raises(Retryable, match=r"^the fork server cannot fork: Too many open files$"):
@@ -257,23 +258,20 @@ async def test_a_fork_that_fails_costs_no_other_rank(ranks: Ranks) -> None:
     assert (ranks.server.pid, ranks.exits, alive({"pid": pid})) == (server, {}, True)
 
 
-async def test_a_server_that_cannot_be_started_is_retried(run_dir, monkeypatch) -> None:
+async def test_a_server_that_cannot_be_started_is_retried(ranks, monkeypatch) -> None:
     async def none(*_: object, **__: object) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    ranks = Ranks(run_dir)
     with monkeypatch.context() as without:
         without.setattr(asyncio, "create_subprocess_exec", none)
         with pytest.raises(Retryable, match="does not start: Resource temporarily unavailable"):
             await ranks.spawn()
     await ranks.spawn_waiting()
-    await ranks.server.close()
 
 
 async def test_a_scheduler_that_tells_every_process_to_end_does_not_kill_ranks_that_leave(ranks: Ranks) -> None:
     pids = [await ranks.spawn_waiting(rank) for rank in (0, 1)]
-    assert ranks.server.pid is not None
-    os.kill(ranks.server.pid, signal.SIGTERM)
+    os.kill(ranks.forker, signal.SIGTERM)
     ranks.server.signal(pids[0], signal.SIGTERM)
     await async_until(lambda: ranks.exits, "the rank's own end")
     assert ranks.exits == {pids[0]: -signal.SIGTERM}, "a stand-in does not leave, but it was told"

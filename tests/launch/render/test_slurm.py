@@ -1,6 +1,5 @@
 """`render slurm`: the script submits, tells Slurm's signals apart, and queues again what that may help."""
 
-import json
 import os
 import re
 import shlex
@@ -293,9 +292,7 @@ class Submitted:
         self.array = cluster.run("bash", str(script)).partition("array ")[2].partition(";")[0]
 
     def rows(self, replica: int, name: str = "commits.jsonl") -> list[dict[str, Any]]:
-        file = self.run / f"replicas/{replica}" / name
-        text = file.read_text() if file.exists() else ""
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return read_jsonl(self.run / f"replicas/{replica}" / name)
 
     def events(self) -> list[dict[str, Any]]:
         return [row for replica in range(2) for row in self.rows(replica, "events.jsonl")]

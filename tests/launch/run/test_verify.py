@@ -1,6 +1,6 @@
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +49,33 @@ def leave(
     record(run, config)
 
 
-@pytest.fixture
-def run(tmp_path: Path, model: Path) -> RunDir:
-    """A copy of `model`, to be changed."""
-    shutil.copytree(model, tmp_path / "job")
-    return RunDir(tmp_path / "job")
+def copied(model: str) -> Any:
+    """A fixture: a copy of what another one left behind, to be changed."""
+
+    @pytest.fixture
+    def copy(request: pytest.FixtureRequest, tmp_path: Path) -> RunDir:
+        shutil.copytree(request.getfixturevalue(model), tmp_path / "job")
+        return RunDir(tmp_path / "job")
+
+    return copy
+
+
+run, narrow = copied("model"), copied("narrow_model")
+
+
+def epochs(count: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Each step of one of three epochs, which begin with steps 1, 5 and 9, and where its data shards are."""
+    indices = [0] * count
+    for step in range(1, STEPS + 1):
+        yield step, (step + 3) // 4, indices
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a job of three replicas leaves behind; replica 1 was away from step 5 to step 8."""
     run = RunDir(tmp_path_factory.mktemp("model") / "job")
-    rows, indices = [], [0, 0, 0]
-    for step in range(1, STEPS + 1):
-        epoch = 1 if step < 5 else 2 if step < 9 else 3
+    rows = []
+    for step, epoch, indices in epochs(3):
         row = commit(
             step, who=(0, 2) if epoch == 2 else (0, 1, 2), epoch=epoch, ring=[0, 2] if epoch == 2 else [0, 1, 2]
         )
@@ -84,13 +97,6 @@ NARROW = parse(
 )
 
 
-@pytest.fixture
-def narrow(tmp_path: Path, narrow_model: Path) -> RunDir:
-    """A copy of `narrow_model`, to be changed."""
-    shutil.copytree(narrow_model, tmp_path / "job")
-    return RunDir(tmp_path / "job")
-
-
 @pytest.fixture(scope="module")
 def narrow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a job of two replicas of two ranks leaves behind; replica 1 had one rank in epoch 2, both later."""
@@ -104,9 +110,8 @@ def narrow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
         roles = {"0": "contribute", "1": "contribute"}
         grants.append((base, {"members": [0, 1], "roles": roles, "hosts": hosts}))
-    rows, indices = [], [0, 0]
-    for step in range(1, STEPS + 1):
-        epoch = 1 if step < 5 else 2 if step < 9 else 3
+    rows = []
+    for step, epoch, indices in epochs(2):
         unequal: dict[str, Any] = {"ring_widths": list(ranks[epoch].values())} if epoch == 2 else {}
         row = commit(step, who=(0, 1), epoch=epoch, ring=[0, 1], units_wanted=4, ranks=2, **unequal)
         for c in row["contributions"]:

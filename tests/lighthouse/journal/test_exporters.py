@@ -57,10 +57,7 @@ def fast(monkeypatch):
 
 
 def test_a_step_is_a_point_in_each_curve(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    sink.take("event", 1, {"event": "EpochGranted"})
-    sink.take("commit", 2, row(1))
-    sink.close()
+    taken(tmp_path, ("event", {"event": "EpochGranted"}), ("commit", row(1)))
     (event,) = [e for e in events(tmp_path) if e.HasField("summary")]
     assert {v.tag: v.simple_value for v in event.summary.value} == dict(
         zip(TAGS, (4.0, 0.25, 0.5, 2.0, 2.0, 12.0, 16.0, 2.0, 256.0), strict=True)
@@ -84,21 +81,23 @@ def test_what_is_no_figure_is_left_out(odd: dict[str, Any], missing: set[str]) -
 
 
 def test_a_row_without_a_step_is_no_point(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    for bad in ({}, {"step": "x", "t": 1}, {"step": 1}, {"step": 1, "t": None}):
-        sink.take("commit", 1, bad)
-    sink.take("commit", 2, row(1))
-    sink.close()
+    bad: list[dict[str, Any]] = [{}, {"step": "x", "t": 1}, {"step": 1}, {"step": 1, "t": None}]
+    taken(tmp_path, *(("commit", each) for each in [*bad, row(1)]))
     assert steps(tmp_path) == [1]
 
 
 def test_a_step_that_is_done_again_begins_the_curve_anew_from_there(tmp_path: Path) -> None:
-    sink = TensorBoardSink(tmp_path)
-    for seq, step in enumerate((1, 2, 3, 2, 3), 1):
-        sink.take("commit", seq, row(step))
-    sink.close()
+    taken(tmp_path, *(("commit", row(step)) for step in (1, 2, 3, 2, 3)))
     found = [(e.step, e.session_log.status if e.HasField("session_log") else None) for e in events(tmp_path)]
     assert found == [(0, None), (1, None), (2, None), (3, None), (2, SessionLog.START), (2, None), (3, None)]
+
+
+def taken(folder: Path, *rows: tuple[str, dict[str, Any]], database: MemoryDatabase | None = None) -> None:
+    """What a sink is given, numbered from 1, until it is closed."""
+    sink = TensorBoardSink(folder, database)
+    for seq, (kind, what) in enumerate(rows, 1):
+        sink.take(kind, seq, what)
+    sink.close()
 
 
 def journal(count: int) -> MemoryDatabase:
@@ -124,8 +123,7 @@ def test_the_next_process_goes_on_where_the_last_one_was_killed(tmp_path: Path) 
     sink.take("commit", 11, row(6))
     sink.close()
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
-    sink = TensorBoardSink(tmp_path, database)
-    sink.close()
+    taken(tmp_path, database=database)
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 

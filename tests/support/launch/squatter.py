@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import ThreadingHTTPServer
 
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Continue, Finish, Refused
+from tests.support.answering import Answering
 
 REPLICAS = 3
 LIES = {
@@ -23,19 +23,18 @@ QUORUM = (Refused("a lie", 64), Finish(), Continue(10**6, 10**6))
 STATUSES = (200, 200, 401, 403, 410, 422, 503, 302)
 
 
-class Squatter(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class Squatter(Answering):
     server: SquatterServer
 
     def do_GET(self) -> None:
-        self._answer(json.dumps(LIES).encode())
+        self._lie(json.dumps(LIES).encode())
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.body()
         self.server.seen.append((self.path, str(self.headers), body))
         turn = next(self.server.turns)
         quorum = self.path == "/v1/quorum"
-        self._answer(protocol.encode(QUORUM[turn % 3]) if quorum else self._lies(body), STATUSES[turn % 8])
+        self._lie(protocol.encode(QUORUM[turn % 3]) if quorum else self._lies(body), STATUSES[turn % 8])
 
     def _lies(self, body: bytes) -> bytes:
         """What would end each incarnation that a supervisor reports."""
@@ -46,17 +45,9 @@ class Squatter(BaseHTTPRequestHandler):
         evict = [{"replica": int(r), "incarnation": n, "reason": "a lie"} for r, n in running.items() if n]
         return json.dumps({"type": "Overview", "body": {**LIES, "evict": evict}}).encode()
 
-    def _answer(self, body: bytes, status: int = 200) -> None:
-        self.send_response(status)
-        self.send_header("FT-HMAC", f"{'0' * 32} {'0' * 64}")
-        self.send_header("Set-Cookie", f"x={'y' * 4000}")
-        self.send_header("Location", "http://127.0.0.1:1/")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    def _lie(self, body: bytes, status: int = 200) -> None:
+        proof, cookie = f"{'0' * 32} {'0' * 64}", f"x={'y' * 4000}"
+        self.answer(status, body, {"FT-HMAC": proof, "Set-Cookie": cookie, "Location": "http://127.0.0.1:1/"})
 
 
 class SquatterServer(ThreadingHTTPServer):

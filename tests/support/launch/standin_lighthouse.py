@@ -2,7 +2,7 @@ import argparse
 import json
 import os
 import socket
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,18 @@ import httpx
 from ft_hsdp.http_proof import HEADER
 from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch.run.directory import RunDir, write_json
+from tests.support.answering import Answering
 from tests.support.lighthouse.signed import proved
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Answering):
     run: RunDir
-    protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         self._answer({"step": 0, "epoch": 0, "replicas": []} if self.path == "/v1/status" else {})
 
     def do_POST(self) -> None:
-        said = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        said = json.loads(self.body())
         telemetry = self.path == "/v1/telemetry"
         log = LineWriter(self.run.path / ("telemetry.jsonl" if telemetry else "pictures.jsonl"))
         log.write(said if telemetry else said["body"])
@@ -36,15 +36,7 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, value: Any) -> None:
         answer = httpx.Response(204) if value is None else httpx.Response(200, json=value)
         answer = proved(answer, self.headers["Authorization"], self.run.token.read_text().strip())
-        body = answer.content
-        self.send_response(answer.status_code)
-        self.send_header(HEADER, answer.headers[HEADER])
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.answer(answer.status_code, answer.content, {HEADER: answer.headers[HEADER]})
 
 
 def main() -> None:
