@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft_hsdp.launch.cli import main as launcher
 from tests.compatibility import plain, table
 from tests.compatibility.cases import CASES, STEPS, Case
-from tests.support.scenarios.scenario_job import Job, check
+from tests.support.scenarios.scenario_job import Job
 
 SCRIPT = Path(__file__).with_name("script.py")
 QUICK = (
@@ -54,7 +54,7 @@ def test_a_job_trains_what_torch_trains(tmp_path: Path, name: str, case: Case) -
     if case.exported:
         settings["checkpoint__every"] = STEPS
     with Job(tmp_path, STEPS, **settings) as job:
-        check(job.end(), STEPS)
+        job.ends_at(STEPS)
         run = str(job.run)
     ours = torch.load(file, weights_only=True)
     if case.exported:

@@ -11,7 +11,7 @@ import torch
 from tests.integrations.stub import Stub
 from tests.support.framework_job import COUNTING, ExampleJob, Page, check_kill
 from tests.support.refused import refused
-from tests.support.scenarios.scenario_job import Job, check
+from tests.support.scenarios.scenario_job import Job
 
 pytestmark = pytest.mark.integration
 STEPS, AT, VICTIM = 150, 40, 1
@@ -132,7 +132,7 @@ def test_what_is_saved_is_the_whole_model(tmp_path: Path) -> None:
     loop = str(Path(__file__).with_name("accelerate_export_loop.py"))
     settings = {"replicas": 2, "entry": loop, "args": [str(tmp_path)], "checkpoint__every": 2}
     with Job(tmp_path, 2, **settings) as job:
-        check(job.end(), 2)
+        job.ends_at(2)
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     shards = [load_file(file) for file in sorted((tmp_path / "shards").glob("*.safetensors"))]
     assert len(shards) > 1

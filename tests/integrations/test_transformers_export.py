@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ft_hsdp.launch.cli import main
-from tests.support.scenarios.scenario_job import Job, check
+from tests.support.scenarios.scenario_job import Job
 
 pytestmark = [
     pytest.mark.integration,
@@ -42,7 +42,7 @@ def test_what_is_saved_and_exported_is_what_was_trained(tmp_path, monkeypatch, k
     preload = ["ft_hsdp.integrations.transformers", "peft"]  # so that not each rank has to import them
     settings = {"replicas": 2, "entry": str(LOOP), "args": [kind, str(tmp_path)], "checkpoint__every": 2}
     with Job(tmp_path, STEPS, preload=preload, **settings) as job:
-        check(job.end(), STEPS)
+        job.ends_at(STEPS)
         run = str(job.run)
     trained = {name: torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("inside", "after")}
     assert any(not torch.equal(t, trained["after"][n]) for n, t in trained["inside"].items())

@@ -1,26 +1,19 @@
 """The doctor beside a real cluster: it looks, and leaves nothing there."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.support.launch.ray_cluster import ROOT, Cluster
+from tests.support.launch.ray_cluster import Cluster
+from tests.support.started_job import launcher
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.soak]
 
 
 def examined(cluster: Cluster, *words: str, **env: str | None) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "launcher.py", "doctor", "configs/quickstart.yaml", "--json", *words],
-        cwd=ROOT,
-        env={name: value for name, value in {**cluster.env, **env}.items() if value is not None},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    given = {name: value for name, value in {**cluster.env, **env}.items() if value is not None}
+    done = launcher("doctor", "configs/quickstart.yaml", "--json", *words, env=given)
     assert done.returncode in (0, 64), done.stderr
     (said,) = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "ray"]
     assert isinstance(said, dict)

@@ -14,7 +14,8 @@ import pytest
 
 from ft_hsdp.launch.run.directory import read_json
 from tests.ray.test_ray_submit import audit
-from tests.support.launch.ray_cluster import SMALL, Cluster, Job, command
+from tests.support.launch.ray_cluster import SMALL, Cluster, Job
+from tests.support.started_job import config_of_text, launcher, overrides
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
@@ -38,10 +39,9 @@ def test_places(tmp_path: Path) -> None:
     with Cluster() as cluster:
         a, b = *cluster.add(2, zone="a"), *cluster.add(2, zone="b")
         zones: dict[str, Any] = {"ray.zones": ["a", "b"], "ray.zone_label": "zone"}
-        (tmp_path / "packed").mkdir()
         with Job(cluster, tmp_path / "packed", 60, replicas=3, ranks_per_replica=2, **zones) as job:
             job.until(lambda: job.events("ReplicaUnplaced"), "the word on replica 2")
-            job.until(lambda: job.contribute(0, 1), "the first steps")
+            job.until(lambda: job.contributing() == {0, 1}, "the first steps")
             assert (job.node_of(0), job.node_of(1)) == (a, b)
             groups = {g["name"]: g["nodes"] for g in cluster.ask()["groups"]}
             assert groups == {"ft_hsdp-job-0": [a], "ft_hsdp-job-1": [b], "ft_hsdp-job-2": [None]}
@@ -64,9 +64,8 @@ def test_whatever_ends_it_nothing_is_left(tmp_path: Path) -> None:
             ("interrupted", signal.SIGINT, 130, 2),
             ("without-a-place", signal.SIGTERM, 143, 3),
         ):
-            (tmp_path / name).mkdir()
             with Job(cluster, tmp_path / name, 5000, replicas=replicas, spares=1) as job:
-                job.until(lambda job=job: job.contribute(0, 1), "steps")
+                job.until(lambda job=job: job.contributing() == {0, 1}, "steps")
                 job.until(lambda: len(cluster.ask()["groups"]) == 3, "a replica or spare that looks for a place")
                 if replicas == 3:
                     job.until(lambda job=job: job.events("ReplicaUnplaced"), "the word on replica 2")
@@ -75,22 +74,13 @@ def test_whatever_ends_it_nothing_is_left(tmp_path: Path) -> None:
             nothing_is_left(cluster)
         assert [p.name for p in job.nodes.iterdir()] == [".cache"]  # what the killed one left is swept
 
-        (tmp_path / "crowd").mkdir()
         with Job(cluster, tmp_path / "crowd", 5000, replicas=2) as job:
-            job.until(lambda: job.contribute(0, 1), "steps")
-            words = [str(tmp_path / "crowd" / "config.yaml"), *job.words, "--job.runs_dir=x"]
-            second = command(cluster, "submit", *words, cwd=tmp_path)
+            job.until(lambda: job.contributing() == {0, 1}, "steps")
+            second = launcher("submit", *job.words, "--job.runs_dir=x", cwd=tmp_path, env=cluster.env)
             assert (second.returncode, len(second.stderr.splitlines())) == (64, 1), second.stderr
             assert "job.name: got 'job'" in second.stderr
             wrong = {**cluster.env, "RAY_AUTH_TOKEN": "0" * 64}
-            done = subprocess.run(
-                [sys.executable, "launcher.py", "status", "--ray-address", cluster.address],
-                cwd=Path(__file__).parents[2],
-                env=wrong,
-                capture_output=True,
-                text=True,
-                timeout=90,
-            )
+            done = launcher("status", "--ray-address", cluster.address, env=wrong)
             assert (done.returncode, len(done.stderr.splitlines())) == (69, 1), done.stderr
             assert "refuses this process" in done.stderr
 
@@ -100,17 +90,16 @@ def test_whatever_ends_it_nothing_is_left(tmp_path: Path) -> None:
 def test_the_jobs_api(tmp_path: Path) -> None:
     with Cluster(5) as cluster, ThreadPoolExecutor(3) as aside:
         url = f"http://{cluster.dashboard}"
-        config = tmp_path / "config.yaml"
-        config.write_text("data: {path: stdlib, max_bytes: 1048576}\n")
+        config = config_of_text(tmp_path)
         small = {**SMALL, "replicas": 2, "train.steps": 20, "ray.folder": str(cluster.folder / "of-ranks")}
-        words = [f"--{key}={json.dumps(value)}" for key, value in small.items()]
+        words = overrides(small)
         at = ["--ray-address", url, f"--job.runs_dir={tmp_path / 'runs'}"]
         fleet = ("--job.name=fleet", "--lighthouse.count=3", '--lighthouse.etcd=["http://127.0.0.1:1"]')
-        refusal = aside.submit(command, cluster, "submit", str(config), *at, *words, *fleet, deadline_s=240)
+        refusal = aside.submit(launcher, "submit", config, *at, *words, *fleet, env=cluster.env, deadline_s=240)
         upload = aside.submit(uploaded, cluster, url, words, tmp_path / "upload")
         alone = ("--job.name=endless", "--train.steps=100000", "--replicas=1")
-        peace = aside.submit(stopped_in_peace, cluster, [str(config), *at, *words, *alone], tmp_path)
-        done = command(cluster, "submit", str(config), *at, *words, "--json", deadline_s=240)
+        peace = aside.submit(stopped_in_peace, cluster, [config, *at, *words, *alone], tmp_path)
+        done = launcher("submit", config, *at, *words, "--json", env=cluster.env, deadline_s=240)
         assert done.returncode == 0, done.stderr
         audit(json.loads(done.stdout), 20)
         assert "step 20/20" in done.stderr
@@ -128,8 +117,7 @@ def test_the_jobs_api(tmp_path: Path) -> None:
 
 def uploaded(cluster: Cluster, url: str, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Submit a folder as a user of Ray does; its driver starts a job of ours."""
-    folder.mkdir()
-    (folder / "config.yaml").write_text("data: {path: stdlib, max_bytes: 1048576}\n")
+    config_of_text(folder)
     submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", url]
     ours = ["python", "-m", "ft_hsdp.launch.cli", "submit", "config.yaml", *words, "--job.name=uploaded"]
     return subprocess.run(

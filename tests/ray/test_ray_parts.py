@@ -19,8 +19,7 @@ from ft_hsdp.launch.ray.logs import LogPiece, LogReceiver, LogSender
 from ft_hsdp.launch.ray.submit import check, entrypoint, job_environment, not_used, with_hosts, within_reach
 from ft_hsdp.launch.run.directory import RunDir, write_json
 from ft_hsdp.train.identity import host_path
-
-ROOT = Path(__file__).parents[2]
+from tests.support.started_job import ROOT, launcher
 
 
 def config(**document: object) -> Config:
@@ -283,17 +282,6 @@ def test_what_ray_prints_is_kept_apart(tmp_path: Path) -> None:
     assert (tmp_path / "ray.log").read_text() == "early\nlate\n"
 
 
-def launcher(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launcher.py"), *words],
-        env={**os.environ, **env},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
 @pytest.mark.multiproc
 def test_without_ray_there_is_one_line_and_all_else_works(tmp_path: Path) -> None:
     shutil.copy(ROOT / "configs" / "quickstart.yaml", tmp_path / "c.yaml")
@@ -301,12 +289,12 @@ def test_without_ray_there_is_one_line_and_all_else_works(tmp_path: Path) -> Non
     (tmp_path / "without" / "ray.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'ray'\", name='ray')\n"
     )
-    env = {"PYTHONPATH": str(tmp_path / "without")}
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "without")}
     for words in (["submit", "c.yaml"], ["status", "--ray-address", "auto"]):
-        done = launcher(*words, cwd=tmp_path, **env)
+        done = launcher(*words, cwd=tmp_path, env=env)
         assert (done.returncode, len(done.stderr.splitlines())) == (64, 1), done.stderr
         assert "pip install" in done.stderr
-    assert launcher("--help", cwd=tmp_path, **env).returncode == 0
+    assert launcher("--help", cwd=tmp_path, env=env).returncode == 0
 
 
 def test_a_folder_that_others_control_is_refused(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from ft_hsdp.launch.run.directory import RunDir, read_json
-from tests.support.launch.ray_cluster import SLOW, Cluster, Job, command, kill
+from tests.support.launch.ray_cluster import SLOW, Cluster, Job, kill
 from tests.support.slow_script import write_slow_script
+from tests.support.started_job import launcher
 
 pytestmark = pytest.mark.multiproc
 
@@ -23,15 +24,15 @@ def test_nodes_go_and_come(tmp_path: Path) -> None:
         cluster.add(1, 1, 1, 1)
         with Job(cluster, tmp_path, STEPS, program=SLOW, replicas=3) as job:
             run = RunDir(job.run)
-            job.until(lambda: job.contribute(0, 1, 2), "the start")
+            job.until(lambda: job.contributing() == {0, 1, 2}, "the start")
             lighthouse_looked_at_from_anywhere(cluster)
             secrets_are_kept(cluster, job)
 
             cluster.remove(job.node_of(1))
-            job.until(lambda: job.contribute(0, 2), "the survivors")
+            job.until(lambda: job.contributing() == {0, 2}, "the survivors")
             lighthouse = read_json(run.lighthouse)
             os.kill(lighthouse["pid"], signal.SIGKILL)
-            job.until(lambda: job.contribute(0, 1, 2), "the replica on another node")
+            job.until(lambda: job.contributing() == {0, 1, 2}, "the replica on another node")
             (restarted,) = job.events("LighthouseExited", over=True)
             again = read_json(run.lighthouse)
             assert (again["url"], again["pid"] != lighthouse["pid"]) == (lighthouse["url"], True)
@@ -40,11 +41,10 @@ def test_nodes_go_and_come(tmp_path: Path) -> None:
             job.until(lambda: job.events("ReplicaUnplaced", replica=2), "the word that there is no place")
             job.until(lambda: job.events("StartPrevented", replica=2), "the word on what is asked for")
             assert "1 x (CPU 1)" in job.events("StartPrevented", replica=2)[0]["reason"]
-            step = job.newest()["step"]
-            job.until(lambda: job.newest()["step"] > step + 3, "steps without it")
-            assert job.contribute(0, 1)
+            job.more(4)
+            assert job.contributing() == {0, 1}
             cluster.add(1)
-            job.until(lambda: job.contribute(0, 1, 2), "the replica on the new node")
+            job.until(lambda: job.contributing() == {0, 1, 2}, "the replica on the new node")
             job.hurry()
             summary = job.end()
         after = cluster.ask()
@@ -61,7 +61,7 @@ def test_nodes_go_and_come(tmp_path: Path) -> None:
 
 
 def lighthouse_looked_at_from_anywhere(cluster: Cluster) -> None:
-    done = command(cluster, "status", "--ray-address", cluster.address, "--json")
+    done = launcher("status", "--ray-address", cluster.address, "--json", env=cluster.env)
     picture = json.loads(done.stdout)
     assert picture["job"] == "job"
     assert [r["replica"] for r in picture["replicas"]] == [0, 1, 2]
@@ -106,19 +106,19 @@ def test_a_users_script_survives_the_loss_of_a_rank_and_of_a_node(tmp_path: Path
         cluster.add(1, 1, rack="7")
         cluster.add(1, 1, rack="8")
         with Job(cluster, tmp_path, STEPS, **settings) as job:
-            job.until(lambda: job.newest()["step"] >= 2 and job.contribute(0, 1), "the start")
-            step = job.newest()["step"]
+            job.until(lambda: job.step() >= 2 and job.contributing() == {0, 1}, "the start")
+            step = job.step()
             kill(job.ranks(1)[1]["pid"])
             job.until(lambda: len(job.events("ReplicaStarted", replica=1)) == 2, "the restart")
-            job.until(lambda: job.newest()["step"] > step + 1 and job.contribute(0, 1), "both replicas")
+            job.until(lambda: job.step() > step + 1 and job.contributing() == {0, 1}, "both replicas")
 
-            (kept, lost), step = job.ranks(1), job.newest()["step"]
+            (kept, lost), step = job.ranks(1), job.step()
             agent = agent_of(cluster, 1, kept["host"])
             cluster.remove(cluster.node_above(lost["pid"]))
             cluster.add(1, rack="9")
-            job.until(lambda: job.contribute(0) and job.newest()["step"] > step, "the other replica")
+            job.until(lambda: job.contributing() == {0} and job.step() > step, "the other replica")
             job.until(lambda: len(job.events("ReplicaStarted", replica=1)) == 3, "the replica on another node")
-            job.until(lambda: job.contribute(0, 1), "both replicas again")
+            job.until(lambda: job.contributing() == {0, 1}, "both replicas again")
             (replaced,) = job.events("HostReplaced", replica=1)
             new = replaced["host"]
             assert (replaced["before"], replaced["ranks"]) == (lost["host"], [1])
@@ -144,7 +144,7 @@ def test_a_lone_replica_survives_a_broken_node_and_a_lost_one(tmp_path: Path) ->
         cluster.add(1, 1, 1)
         with Job(cluster, tmp_path, 20, program=SLOW, restart__backoff_s=0.1, **settings) as job:
             job.until(lambda: job.events("Protected"), "copies")
-            job.until(lambda: job.newest()["step"], "a step")  # before it a state is made, not fetched
+            job.until(lambda: job.step(), "a step")  # before it a state is made, not fetched
             kept, broken = job.ranks(0)
             agent = agent_of(cluster, 0, kept["host"])
             job.spoil(node_of(broken["host"]))
@@ -153,8 +153,7 @@ def test_a_lone_replica_survives_a_broken_node_and_a_lost_one(tmp_path: Path) ->
             assert cordoned["host"] == replaced["before"] == broken["host"]
             assert "exit code 76" in cordoned["reason"]
             job.until(lambda: len(job.events("Protected")) == 2, "copies again")
-            step = job.newest()["step"]
-            job.until(lambda: job.newest()["step"] > step, "a step with them")
+            job.more(1)
             assert [rank["host"] for rank in job.ranks(0)] == [kept["host"], replaced["host"]]
             assert agent_of(cluster, 0, kept["host"]) == agent
 
@@ -164,8 +163,7 @@ def test_a_lone_replica_survives_a_broken_node_and_a_lost_one(tmp_path: Path) ->
             assert f"; cordoned: {node_of(broken['host'])}" in job.events("StartPrevented")[0]["reason"]
             cluster.add(1)
             job.until(lambda: len(job.events("ReplicaStarted")) == 3, "the rank on the new node")
-            step = job.newest()["step"]
-            job.until(lambda: job.newest()["step"] > step, "a step")
+            job.more(1)
             job.hurry()
             summary = job.end()
         after = cluster.ask()

@@ -14,7 +14,7 @@ from ft_hsdp.core.state_id import SLICES
 from ft_hsdp.mounts import Ability
 from ft_hsdp.state.checkpoint import catalog
 from tests.support.os_faults import MODULE, POOR
-from tests.support.scenarios.scenario_job import Job, check
+from tests.support.scenarios.scenario_job import Job
 
 pytestmark = pytest.mark.proof
 
@@ -39,22 +39,19 @@ def trained(job: Job, batch: int) -> list[int]:
 
 def test_on_other_numbers_of_replicas_and_ranks(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
     with Job(one, 12, **settings(tmp_path, replicas=2)) as job:
-        check(job.end(), 12)
+        job.ends_at(12)
         before = trained(job, 2)
     data = {"data.assignment": "global", "data.weight": "tokens"}
     more = {"replicas": 3, "ranks_per_replica": 1, "train.micro_batch": 4, **data}
     with Job(two, 28, **settings(tmp_path), **{k.replace(".", "__"): v for k, v in more.items()}) as job:
         job.until(lambda: job.step() >= 16, "step 16")
         job.signal(1, 0, signal.SIGKILL)
-        check(job.end(), 28)
+        job.ends_well(28)
         assert [r["step"] for r in job.rows("metrics.jsonl")] == list(range(13, 29))
         assert {e["step"] for e in job.events("StateRestored") if e["origin"] != "agent"} == {12}
         after = trained(job, 1)
         assert not set(before) & set(after), "a batch was trained by both jobs"
-        assert job.replayed()["equal"]
 
 
 # The folder of checkpoints is on a poor file system, or is removed, or odd things stand in it.
@@ -66,9 +63,8 @@ def test_a_file_system_without_locks_links_and_fsync_of_folders_takes_checkpoint
     monkeypatch.setenv(POOR, ":".join([f"{tmp_path}/checkpoints", Ability.LOCKS, Ability.SYNC, Ability.LINKS]))
     resumed: set[int] = set()
     for name, steps in (("one", 10), ("two", 15)):
-        (tmp_path / name).mkdir()
         with Job(tmp_path / name, steps, **settings(tmp_path), replicas=2, preload=[MODULE]) as job:
-            check(job.end(), steps)
+            job.ends_at(steps)
             assert {e["step"] for e in job.events("StateRestored")} == resumed
             assert not job.events("CheckpointFailed")
         resumed = {steps}
@@ -82,7 +78,6 @@ def test_a_folder_that_vanishes_is_made_again_and_the_end_says_what_is_there(tmp
         return [int(path.name.split("-")[1]) for path in catalog.published(folder)]
 
     def job(name: str) -> Job:
-        (tmp_path / name).mkdir()
         return Job(tmp_path / name, 5000, **settings(tmp_path, replicas=2, checkpoint__keep=2))
 
     with job("one") as one:
@@ -158,7 +153,7 @@ def written(folder: Path, replicas: int, life: int, step: int) -> tuple[list[int
         "debug__failpoints": {"checkpoint-write": point},
     }
     with Job(folder, WRITER_STEPS, replicas=replicas, **settings) as job:
-        check(job.end(), WRITER_STEPS)
+        job.ends_at(WRITER_STEPS)
         published = catalog.published(job.run / "checkpoints")
         return sorted(int(path.name.split("-")[1]) for path in published), job.events("CheckpointStarted")
 

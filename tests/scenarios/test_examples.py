@@ -12,7 +12,7 @@ from ft_hsdp.config import load
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.status import lines, status
 from tests.support.aborted import aborted
-from tests.support.scenarios.scenario_job import ROOT, Job, check
+from tests.support.scenarios.scenario_job import ROOT, Job
 from tests.support.started_job import StartedJob
 
 SHOWN = {
@@ -78,15 +78,12 @@ def test_a_lost_host_costs_no_point_and_changes_no_bit(tmp_path: Path) -> None:
     for name, more in (("lost", ()), ("fewer", FEWER)):
         here = (f"--entry={script}", f'--args=["{file}"]', *more)
         with Example(tmp_path / name, "examples/kmeans/config.yaml", *here) as job:
-            summary = job.end()
-            check(summary, 24)
+            summary = job.ends_at(24)
             digests.append(summary["replicas"]["0"]["digest"])
             told = job.events("BlocksSubmitted")
             assert job.events("BlocksRead") == []
             assert "65536 blocks were read" in told[0]["reason"]
-            replayed = job.replayed()
-            assert replayed["equal"], replayed
-            digests.append(replayed["digest"])  # in processes that lose nothing
+            digests.append(job.replays(24))  # in processes that lose nothing
             if not more:
                 assert [row["copies"] for row in told] == [2, 2]
                 assert "0 blocks were read" in told[1]["reason"], "the other host had all points"
@@ -116,8 +113,7 @@ def test_a_replica_goes_on_with_two_of_four_ranks_and_grows(tmp_path: Path) -> N
         run = RunDir(job.run)
         job.until(lambda: job.events("Shrunk"), "fewer ranks")
         job.until(lambda: any("  2 of 4 ranks" in line for line in lines(run, status(run))), "`status` says so")
-        summary = job.end(deadline_s=200.0)
-        check(summary, steps)
+        summary = job.ends_at(steps, 200.0)
         (shrunk,), (grown,) = job.events("Shrunk"), job.events("Grown")
         assert [(e["replica"], e["from"], e["to"]) for e in (shrunk, grown)] == [(0, 4, 2), (0, 2, 4)]
         assert [failure["kind"] for failure in summary["failures"]] == ["host"]

@@ -1,8 +1,6 @@
 """A real job, started, asked for its status and ended: its tokens stand in their files and nowhere else."""
 
 import ipaddress
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -10,7 +8,8 @@ import pytest
 
 from ft_hsdp.secret import worker_token
 from tests.support.running import running
-from tests.support.scenarios.scenario_job import ROOT, Job
+from tests.support.scenarios.scenario_job import Job
+from tests.support.started_job import launcher
 from tests.support.waiting import until
 from tests.support.warm import COLD
 
@@ -60,9 +59,7 @@ def test_the_tokens_stand_in_their_files_alone_and_a_job_on_loopback_listens_now
             said += command_lines(job)
             tokens |= {f: (job.run / f).read_text().strip() for f in NAMES if (job.run / f).exists()}
             if job.step() >= 2 and not found:
-                words = ["status", "--json", "--runs-dir", str(job.run.parent)]
-                command = [sys.executable, str(ROOT / "launcher.py"), *words]
-                told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+                told = launcher("status", "--json", "--runs-dir", str(job.run.parent), cwd=tmp_path)
                 said += told.stdout + told.stderr
                 ranks = {job.pid(replica, rank) for replica in (0, 1) for rank in (0, 1)}
                 found.update(listeners(job.process.pid))

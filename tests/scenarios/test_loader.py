@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from ft_hsdp.train.data.samples import JobShape, SampleReader
-from tests.support.scenarios.scenario_job import ROOT, Job, check
+from tests.support.scenarios.scenario_job import ROOT, Job
 from tests.support.train.loader_loop import BATCH, Slow
 
 LOOP = ROOT / "tests" / "support" / "train" / "loader_loop.py"
@@ -61,8 +61,7 @@ def test_each_sample_counts_once_though_a_rank_and_a_worker_are_killed(tmp_path:
         worker_of(job, 0, 1).send_signal(signal.SIGKILL)
         job.until(lambda: both_again(job, 0), "the other one is back")
         job.hurry()
-        summary = job.end()
-        check(summary, STEPS)
+        summary = job.ends_at(STEPS)
         assert [summary["replicas"][r]["incarnations"] for r in "01"] == [2, 2]
         ended = job.events("ProcessExited", replica=0, rank=1)[0]
         assert "worker process" in ended["reason"]
@@ -98,8 +97,7 @@ def test_a_stream_of_which_both_replicas_are_killed_repeats_and_skips_nothing(tm
         for replica in range(REPLICAS):
             job.signal(replica, replica, signal.SIGKILL)
         job.hurry()
-        summary = job.end()
-        check(summary, steps)
+        summary = job.ends_at(steps)
         assert [summary["replicas"][r]["incarnations"] for r in "01"] == [2, 2]
         commits, restored = commits_of(job), {e["replica"]: e["step"] for e in job.events("StateRestored")}
     for replica in range(REPLICAS):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.launch.injection import inflict, parse_options
 from ft_hsdp.launch.run.directory import RunDir, alive
 from ft_hsdp.launch.run.status import status
 from tests.support.scenarios.scenario_job import Job
@@ -30,8 +29,7 @@ def test_a_host_is_lost_and_comes_back_empty_and_the_others_train_meanwhile(tmp_
     steps, hosts = 30, {"hosts.per_replica": 2, "hosts.labels": {"r0*": "a/1", "r1h0": "2"}}
     with Job(tmp_path, steps, replicas=2, **hosts) as job:
         job.until(lambda: job.step() >= 3, "step 3")
-        run = RunDir(job.run)
-        shown = status(run)["replicas"]
+        shown = status(RunDir(job.run))["replicas"]
         assert [[(h["host"], h["ranks"]) for h in r["hosts"]] for r in shown] == [
             [("a/1/r0h0", [0]), ("a/1/r0h1", [1])],
             [("2/r1h0", [0]), ("r1h1", [1])],
@@ -39,7 +37,7 @@ def test_a_host_is_lost_and_comes_back_empty_and_the_others_train_meanwhile(tmp_
         assert [[rank["host"] for rank in r["ranks"]] for r in shown] == [["r0h0", "r0h1"], ["r1h0", "r1h1"]]
         pids = {host: agents(job, host) for host in ("r0h0", "r0h1", "r1h0", "r1h1")}
         assert len({pid for (pid,) in pids.values()}) == 4, "each host has one agent of its own"
-        lost = inflict(run, parse_options(kind="host", replica=0, host="r0h1"))
+        lost = job.lose_host(0, "r0h1")
         job.until(lambda: job.events("ReplicaExited", replica=0), "the end of the replica")
         assert not alive({"pid": pids["r0h1"][0]}), "the memory of the host is gone"
         assert kept(pids["r0h0"][0]) >= 2, "the other host of the replica keeps its memory"
@@ -61,12 +59,11 @@ def test_another_host_is_lost_during_the_swap(tmp_path: Path, second: str) -> No
     stands = {"fetch": {"replicas": [0], "rank": 1, "life": 1, "step": 0, "signal": "STOP"}}
     hosts = {"ranks_per_replica": 3, "hosts.per_replica": 3, "hosts.spare": 2, "memory.copies": 3}
     with Job(tmp_path, 16, replicas=1, **hosts, **{"debug.failpoints": stands}) as job:
-        run = RunDir(job.run)
         job.until(lambda: job.step() >= 6 and job.events("Protected"), "copies on all hosts")
-        inflict(run, parse_options(kind="host", replica=0, host="r0h1"))
+        job.lose_host(0, "r0h1")
         job.until(lambda: len(job.events("ReplicaStarted")) == 2, "the second life")
         job.until(lambda: job.stopped(0, 1), "the fetch on the spare host")
-        inflict(run, parse_options(kind="host", replica=0, host=second))
+        job.lose_host(0, second)
         summary = job.ends_well(16)
         assert [(e["before"], e["host"], e["ranks"]) for e in job.events("HostReplaced")] == [
             ("r0h1", "s0", [1]),
@@ -83,12 +80,11 @@ def test_a_replica_that_cannot_go_on_lends_its_host(tmp_path: Path) -> None:
     """Replica 0 waits for a host, and replica 1 then loses one: it goes on on replica 0's. Both come back."""
     sections = {"ranks_per_replica": 2, "hosts.per_replica": 2, "timeouts.place_s": 0.3}
     with Job(tmp_path, 60, replicas=2, **sections, **{"quorum.on_lost_head": "rollback"}) as job:
-        run = RunDir(job.run)
         job.until(lambda: job.step() >= 5, "step 5")
-        away = [inflict(run, parse_options(kind="host", replica=0, host="r0h1"))]
+        away = [job.lose_host(0, "r0h1")]
         job.until(lambda: job.events("ReplicaUnplaced"), "replica 0 waits")
         job.more(3)
-        away.append(inflict(run, parse_options(kind="host", replica=1, host="r1h0")))
+        away.append(job.lose_host(1, "r1h0"))
         job.until(lambda: job.events("HostLent"), "its host goes to replica 1")
         job.more(3)
         for host in away:

@@ -1,13 +1,11 @@
 """Real replicas are told to end: they leave in peace, keep what they know, and leave no process behind."""
 
-import json
 import shutil
 import signal
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from ft_hsdp import secret
@@ -16,23 +14,11 @@ from ft_hsdp.launch import admin
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.state.checkpoint import catalog
 from tests.support.aborted import aborted
-from tests.support.lighthouse.signed import BlockingProof
 from tests.support.running import run_by, running
-from tests.support.scenarios.scenario_job import Job, check
+from tests.support.scenarios.scenario_job import Job
 
 SMALL: dict[str, Any] = {"replicas": 2, "ranks_per_replica": 1}
 ENDLESS = 100_000
-
-
-def nothing_runs(job: Job) -> None:
-    left = run_by(str(job.run))
-    assert not left, left
-
-
-def undisturbed(job: Job) -> None:
-    """No ring broke, no step was repeated, nobody was killed."""
-    assert aborted(job.rows("events.jsonl")) == []
-    assert {e["kind"] for e in job.events("ReplicaExited")} <= {"done", "left"}
 
 
 @pytest.mark.proof
@@ -42,8 +28,9 @@ def test_ctrl_c_once_writes_the_state_and_the_same_command_goes_on_from_it(tmp_p
         job.until(lambda: job.step() >= 10, "step 10")
         job.process.send_signal(signal.SIGINT)
         stopped = job.end(130)
-        undisturbed(job)
-        nothing_runs(job)
+        assert aborted(job.rows("events.jsonl")) == [], "a ring broke, or a step was repeated"
+        assert {e["kind"] for e in job.events("ReplicaExited")} <= {"done", "left"}
+        assert run_by(str(job.run)) == []
         (written,) = job.events("CheckpointWritten")
         assert written["step"] == stopped["steps"] == job.step()
         assert (stopped["failures"], stopped.get("lost")) == ([], None)
@@ -69,24 +56,19 @@ ELASTIC = {
 }
 
 
-def scale(job: Job, replicas: int) -> None:
-    assert admin.order(RunDir(job.run), "scale", reason="a test", replicas=replicas)
-
-
 def all_train(job: Job, *replicas: int) -> None:
     job.until(lambda: job.contributing() == set(replicas), f"replicas {replicas} contribute")
-    goal = job.step() + 10
-    job.until(lambda: job.step() >= goal, f"step {goal}")
+    job.more(10)
 
 
 def test_two_three_one_two(tmp_path: Path) -> None:
     with Job(tmp_path, ELASTIC_STEPS, **ELASTIC) as job:
         all_train(job, 0, 1)
-        scale(job, 3)
+        order(job, "scale", replicas=3)
         all_train(job, 0, 1, 2)
-        scale(job, 1)
+        order(job, "scale", replicas=1)
         all_train(job, 0)
-        scale(job, 2)
+        order(job, "scale", replicas=2)
         all_train(job, 0, 1)
         summary = job.end()
     ends = summary["replicas"]
@@ -112,20 +94,11 @@ SMALLEST = {"ranks_per_replica": 1, "checkpoint__every": 0}
 
 
 def row(job: Job, replica: int) -> dict[str, Any]:
-    url = json.loads((job.run / "lighthouse.json").read_text())["url"]
-    auth = BlockingProof((job.run / "token").read_text().strip())
-    found: dict[str, Any] = httpx.get(f"{url}/v1/status", auth=auth, trust_env=False).json()
-    return next(r for r in found["replicas"] if r["replica"] == replica)
+    return next(dict(r) for r in job.ask("status")["replicas"] if r["replica"] == replica)
 
 
 def order(job: Job, action: admin.Action, replica: int | None = None, **more: Any) -> str:
     return admin.order(RunDir(job.run), action, replica, "a test", **more)
-
-
-def after(job: Job, steps: int) -> None:
-    """Let so many more steps be committed."""
-    goal = job.step() + steps
-    job.until(lambda: job.step() >= goal, f"step {goal}")
 
 
 def only_these_started_again(job: Job, *survivors: int) -> None:
@@ -143,7 +116,7 @@ def test_drain_undrain_checkpoint_and_evict(tmp_path: Path) -> None:
         # Drain: it leaves without a step repeated, and is not started again.
         order(job, "drain", 1)
         job.until(lambda: job.pid(1, 0) is None, "the end of replica 1")
-        after(job, 30)
+        job.more(30)
         assert row(job, 1)["state"] == "drained"
         assert job.contributing() == {0, 2}
         assert "already" in order(job, "drain", 1)
@@ -156,7 +129,7 @@ def test_drain_undrain_checkpoint_and_evict(tmp_path: Path) -> None:
             if line[1:3] == ["-m", "lighthouse"]:
                 process.kill()
         job.until(lambda: job.events("LighthouseExited", over=True), "another lighthouse")
-        after(job, 20)
+        job.more(20)
         assert row(job, 1)["state"] == "drained"
         assert job.pid(1, 0) is None
         # A checkpoint, although none is ever due.
@@ -179,11 +152,9 @@ def test_drain_undrain_checkpoint_and_evict(tmp_path: Path) -> None:
         assert "kill 0-" in order(job, "evict", 0)
         job.until(lambda: job.events("ReplicaExited", replica=0, kind="evicted"), "the eviction")
         job.until(lambda: 0 in job.contributing() and len(job.contributing()) == 3, "all three contribute again")
-        summary = job.end(deadline_s=300)
-    check(summary, DRAIN_STEPS)
+        summary = job.ends_well(DRAIN_STEPS, 300)
     assert [summary["replicas"][str(r)]["incarnations"] for r in range(3)] == [2, 2, 1]
     assert [failure["kind"] for failure in summary["failures"]] == ["evicted"]
-    assert job.replayed()["equal"]
 
 
 @pytest.mark.proof

@@ -7,7 +7,7 @@ import pytest
 
 from tests.scenarios.test_spares import starts
 from tests.support.aborted import aborted
-from tests.support.scenarios.scenario_job import ROOT, Job, check
+from tests.support.scenarios.scenario_job import ROOT, Job
 
 EXAMPLE = ROOT / "docs" / "examples" / "own_loop.py"
 TWO = {"replicas": 2, "train__micro_batch": 16, "optim__lr": 3e-3}
@@ -17,7 +17,7 @@ def test_a_function_trains(tmp_path: Path) -> None:
     shutil.copy(EXAMPLE, tmp_path / "mine.py")
     settings = {**TWO, "ranks_per_replica": 1, "args": ["x"], "preload": ["colorsys"]}
     with Job(tmp_path, 8, entry="mine:main", **settings) as job:
-        check(job.end(), 8)
+        job.ends_at(8)
         assert not (job.run.parent / ".cache").exists(), "the data of the built-in trainer were prepared"
 
 
@@ -43,7 +43,7 @@ def test_sigterm_means_leave_and_an_edited_script_is_not_run_until_it_is_put_bac
         job.signal(1, 1, signal.SIGTERM)
         job.until(lambda: len(job.events("ProcessExited", replica=1, kind="exit 64")) > 2, "three refusals")
         script.write_text(whole)
-        check(job.end(), 130)
+        job.ends_at(130)
         exits = job.events("ProcessExited", replica=1)
         assert exits[0]["kind"] in ("exit 143", "exit 0"), "it left"
         assert aborted(job.rows("events.jsonl")) == [], "no step was repeated"

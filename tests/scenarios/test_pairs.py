@@ -13,7 +13,7 @@ from ft_hsdp.launch.chaos import Injection
 from tests.scenarios.pairs import Injured
 from tests.support import os_faults
 from tests.support.scenarios.pairs_plan import KINDS, Fault, pair
-from tests.support.scenarios.scenario_job import ROOT, Job, check
+from tests.support.scenarios.scenario_job import ROOT, Job
 
 
 def drawn(count: int) -> list[Fault]:
@@ -67,7 +67,7 @@ def test_a_slice_of_every_kind(tmp_path: Path) -> None:
         for n, fault in enumerate(OWN):
             job.until(lambda n=n: injured.watch.step >= 4 + 2 * n, "the next step")
             assert injured.hit(fault)[0] == ""
-        check(job.end(), STEPS)
+        job.ends_at(STEPS)
         injured.watch.close()
         injected, lifted = job.events("FailureInjected"), job.events("FailureLifted")
     kinds = {"signal" if e["kind"].startswith("SIG") else e["kind"] for e in injected}

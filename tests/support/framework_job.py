@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.scenarios.scenario_job import ROOT, Job, check
-from tests.support.started_job import StartedJob
+from tests.support.started_job import StartedJob, overrides
 
 MARK = "# FT"
 COUNTING = "tests/integrations/counting_loop.py"  # our own loop of the examples that count; args: of which
@@ -24,16 +24,14 @@ class ExampleJob(Job):
     ) -> None:
         """Start examples/`example` as a run called `name`, with other settings where some are given."""
         settings = {"job.name": name, "job.runs_dir": str(folder / "runs"), **dotted}
-        overrides = [f"--{key.replace('__', '.')}={json.dumps(value)}" for key, value in settings.items()]
         file = ROOT / "examples" / example / config
-        command = [sys.executable, str(ROOT / "launcher.py"), "up", str(file), *overrides]
+        command = [sys.executable, str(ROOT / "launcher.py"), "up", str(file), *overrides(settings)]
         folder.mkdir(parents=True, exist_ok=True)
         StartedJob.__init__(self, command, ROOT, folder / "runs" / name, folder / f"{name}.log")
 
     def finish(self, steps: int) -> str:
         """Wait for the end, check it, and return the digest of the state that all replicas have."""
-        summary = self.end()
-        check(summary, steps)
+        summary = self.ends_at(steps)
         (digest,) = {r["digest"] for r in summary["replicas"].values()}
         return str(digest)
 

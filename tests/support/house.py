@@ -29,14 +29,14 @@ SIZES: dict[str, tuple[int, int]] = {
     "statements": (38_649, 39_000),
     "lines with JavaScript": (71_787, 71_000),
     "benchmarks outside the package": (3_751, 4_000),  # statements
-    "test lines": (67_432, 66_000),  # the model checker among them
+    "test lines": (67_081, 66_000),  # the model checker among them
     "modules with code": (296, 310),
     "configuration keys": (121, 121),  # 120, and `network.interfaces`
     "timeouts among them": (15, 14),
     "event names": (98, 100),
-    "private reads in tests": (105, 120),
-    "monkeypatch.setattr": (123, 150),
-    "asserts on prose": (35, 100),
+    "private reads in tests": (101, 120),
+    "monkeypatch.setattr": (121, 150),
+    "asserts on prose": (33, 100),
     "words of docs and ADRs": (59_500, 60_000),
 }
 SLACK = 0.1  # of the limit, or 2

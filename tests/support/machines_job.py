@@ -86,6 +86,10 @@ class JobOnMachines(TorchrunJob):
         rows = self.rows(replica)
         return rows[-1]["contributors"] if rows else []
 
+    def steps(self, count: int, what: str) -> None:
+        before = self.step(0)
+        self.until(lambda: self.step(0) >= before + count, what)
+
     def end(self) -> tuple[RunDir, dict[str, Any]]:
         """Let it end soon; all that the machines have kept, as one run, which is allowed, and its summary."""
         for machine in self.machines:
@@ -165,10 +169,6 @@ class JobOnHosts(JobOnMachines):
         """The lines of all machines on which the replica ran."""
         logs = [self.kept(machine) / "replicas" / str(replica) / file for machine in self.machines]
         return sorted((row for log in logs for row in read_jsonl(log)), key=lambda row: row["t"])
-
-    def steps(self, count: int, what: str) -> None:
-        before = self.step(0)
-        self.until(lambda: self.step(0) >= before + count, what)
 
     def starts(self, replica: int) -> list[Row]:
         """Each incarnation of a replica, with its hosts."""

@@ -1,7 +1,6 @@
 """A job under test whose replicas are started by torchrun, each in a session of its own, beside a lighthouse."""
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -15,9 +14,9 @@ from ft_hsdp.config import dump, parse
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json, read_jsonl
 from tests.support import warm
+from tests.support.started_job import ROOT, overrides
 from tests.support.waiting import until
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
 
 
@@ -31,7 +30,7 @@ class TorchrunJob:
         self.folder = folder
         self.run = folder / "runs" / "job"
         self._config = folder / "config.yaml"
-        given = [f"--{key.replace('__', '.')}={json.dumps(value)}" for key, value in dotted.items()]
+        given = overrides(dotted)
         whole = dump(parse({"job": {"name": "job"}}, given)) if given else f"job: {{name: job}}\n{settings}\n"
         self._config.write_text(whole)
         self._started: list[warm.Process] = []

@@ -17,19 +17,14 @@ from typing import Any
 import psutil
 
 from tests.support.running import running
-from tests.support.started_job import StartedJob
+from tests.support.started_job import MODEL, ROOT, StartedJob, config_of_text, overrides
 
-ROOT = Path(__file__).parents[3]
 MARK = "FT_HSDP_TEST_CLUSTER"
 SUBMIT = (str(ROOT / "launcher.py"), "submit")
 SLOW = (str(Path(__file__).with_name("ray_slow.py")),)
 SMALL = {
     "ranks_per_replica": 1,
-    "train.micro_batch": 2,
-    "train.seq_len": 32,
-    "model.dim": 64,
-    "model.layers": 2,
-    "model.heads": 2,
+    **MODEL,
     "quorum.on_lost_head": "rollback",
     "timeouts.place_s": 2.0,
 }
@@ -160,26 +155,10 @@ class Job(StartedJob):
             "ray.folder": str(nodes),
         }
         settings |= {key.replace("__", "."): value for key, value in dotted.items()}
-        config = folder / "config.yaml"
-        config.write_text("data: {path: stdlib, max_bytes: 1048576}\n")
-        overrides = [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
         self.nodes = nodes
-        self.words = ["--ray-address", cluster.address, *overrides]
-        command = [sys.executable, *program, str(config), *self.words]
+        self.words = [config_of_text(folder), "--ray-address", cluster.address, *overrides(settings)]
+        command = [sys.executable, *program, *self.words]
         super().__init__(command, folder, folder / "runs" / "job", folder / "submit.log", cluster.env)
-
-    def newest(self) -> dict[str, Any]:
-        rows = [r[-1] for n in range(8) if (r := self.rows(f"replicas/{n}/commits.jsonl"))]
-        return max(rows, key=lambda r: r["step"], default={"step": 0, "contributors": []})
-
-    def contribute(self, *replicas: int) -> bool:
-        """Whether these replicas, and no others, contributed to the newest commit."""
-        return self.newest()["contributors"] == sorted(replicas)
-
-    def ranks(self, replica: int) -> list[dict[str, Any]]:
-        """The ranks of a replica, as processes.json has them."""
-        file = self.run / "replicas" / str(replica) / "processes.json"
-        return list(json.loads(file.read_text())["ranks"])
 
     def node_of(self, replica: int) -> int:
         """The number of the node on which a replica's rank 0 is."""
@@ -192,21 +171,6 @@ class Job(StartedJob):
     def hurry(self) -> None:
         """Let a job of ray_slow.py go as fast as it can."""
         (self.cluster.folder / "hurry").touch()
-
-
-def command(
-    cluster: Cluster, *words: str, cwd: Path | None = None, deadline_s: float = 60
-) -> subprocess.CompletedProcess[str]:
-    """Run `launcher.py` beside the cluster."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launcher.py"), *words],
-        env=cluster.env,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=deadline_s,
-        start_new_session=True,
-    )
 
 
 def kill(pid: int) -> None:

@@ -17,21 +17,17 @@ import httpx
 import psutil
 
 from ft_hsdp.event_table import tell
+from ft_hsdp.launch.injection import Inflicted, inflict, parse_options
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.verify import verify
 from tests.support import warm
 from tests.support.lighthouse.signed import BlockingProof
-from tests.support.started_job import StartedJob
+from tests.support.started_job import MODEL, ROOT, StartedJob, config_of_text, overrides
 
-ROOT = Path(__file__).parents[3]
 SMALL = {
     "replicas": 3,
     "ranks_per_replica": 2,
-    "train.micro_batch": 2,
-    "train.seq_len": 32,
-    "model.dim": 64,
-    "model.layers": 2,
-    "model.heads": 2,
+    **MODEL,
     "lr.schedule": "cosine",
     "lr.warmup": 5,
     "lr.intervention": "sqrt",
@@ -71,29 +67,17 @@ class Job(StartedJob):
     def __init__(self, folder: Path, steps: int, holder: int | None = None, /, **dotted: object) -> None:
         settings = {**SMALL, "job.name": "job", "job.runs_dir": str(folder / "runs"), "train.steps": steps}
         settings |= {key.replace("__", "."): value for key, value in dotted.items()}
-        config = folder / "config.yaml"
-        config.write_text("data: {path: stdlib, max_bytes: 1048576}\n")
-        overrides = [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
         seen = folder if holder is None else Path(f"/proc/{holder}/root{folder}")
-        command = [sys.executable, str(ROOT / "launcher.py"), "up", str(config), *overrides]
+        command = [sys.executable, str(ROOT / "launcher.py"), "up", config_of_text(folder), *overrides(settings)]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # for `preload`
         env, run = {**os.environ, "PYTHONPATH": path}, seen / "runs" / "job"
         super().__init__(command, folder, run, folder / "up.log", env, holder)
 
     # What can be seen from outside.
 
-    def step(self) -> int:
-        """The newest step that any replica committed."""
-        replicas = sorted(self.run.glob("replicas/*"))
-        rows = [self.rows(f"replicas/{p.name}/commits.jsonl") for p in replicas]
-        return max((r[-1]["step"] for r in rows if r), default=0)
-
     def pid(self, replica: int, rank: int) -> int | None:
-        try:
-            processes = json.loads((self.run / "replicas" / str(replica) / "processes.json").read_text())
-        except OSError:
-            return None
-        return next((r["pid"] for r in processes["ranks"] if r["rank"] == rank and r["state"] == "running"), None)
+        running = (r["pid"] for r in self.ranks(replica) if r["rank"] == rank and r["state"] == "running")
+        return next(running, None)
 
     def stopped(self, replica: int, rank: int) -> bool:
         """Return whether a rank is stopped, also by a failpoint."""
@@ -111,18 +95,21 @@ class Job(StartedJob):
         """Pid and address of the newest state agent on each host of a replica."""
         return agents_of(self.run, replica)
 
-    def contributing(self) -> set[int]:
-        """The replicas that contributed to the newest commit."""
-        rows = [r[-1] for r in (self.rows(f"replicas/{i}/commits.jsonl") for i in range(3)) if r]
-        return set(max(rows, key=lambda r: r["step"])["contributors"]) if rows else set()
+    def lighthouse(self) -> dict[str, Any]:
+        """What its file says."""
+        said: dict[str, Any] = json.loads((self.run / "lighthouse.json").read_text())
+        return said
+
+    def ask(self, path: str) -> dict[str, Any]:
+        """What the lighthouse answers to a GET."""
+        auth = BlockingProof((self.run / "token").read_text().strip())
+        answer = httpx.get(f"{self.lighthouse()['url']}/v1/{path}", auth=auth, timeout=5, trust_env=False)
+        return dict(answer.raise_for_status().json())
 
     def overview(self) -> dict[str, Any]:
         """What the lighthouse shows; no replicas while it does not answer."""
         try:
-            url = json.loads((self.run / "lighthouse.json").read_text())["url"]
-            auth = BlockingProof((self.run / "token").read_text().strip())
-            answer = httpx.get(f"{url}/v1/overview?points=2", auth=auth, timeout=5, trust_env=False)
-            return dict(answer.raise_for_status().json())
+            return self.ask("overview?points=2")
         except (OSError, httpx.HTTPError):
             return {"replicas": []}
 
@@ -153,6 +140,13 @@ class Job(StartedJob):
         os.kill(pid, number)
         return pid
 
+    def lose_host(self, replica: int, host: str) -> Inflicted:
+        """Take a host with all its processes from a replica; the host, which can be lifted."""
+        return self.injure("host", replica, host=host)
+
+    def injure(self, kind: str, replica: int, **facts: object) -> Inflicted:
+        return inflict(RunDir(self.run), parse_options(kind=kind, replica=replica, **facts))
+
     def end(self, code: int = 0, deadline_s: float | None = None) -> dict[str, Any]:
         """Wait for the end of the job; its summary. What it has logged is allowed, and told in plain words."""
         summary = super().end(code, deadline_s)
@@ -162,18 +156,24 @@ class Job(StartedJob):
         assert not bare, f"no sentence for {bare}"
         return summary
 
-    def ends_well(self, steps: int) -> dict[str, Any]:
-        """Wait for an end as if nothing had happened: a replay has the same bits, too. The summary."""
-        summary = self.end()
+    def ends_at(self, steps: int, deadline_s: float | None = None) -> dict[str, Any]:
+        """Wait for the end after a last step, and check it; the summary."""
+        summary = self.end(deadline_s=deadline_s)
         check(summary, steps)
-        verdict = self.replayed()
-        assert verdict["equal"], verdict
         return summary
 
-    def more(self, steps: int) -> None:
-        """Wait for so many more steps."""
-        goal = self.step() + steps
-        self.until(lambda: self.step() >= goal, f"step {goal}")
+    def ends_well(self, steps: int, deadline_s: float | None = None) -> dict[str, Any]:
+        """Wait for an end as if nothing had happened: a replay has all steps and the same bits. The summary."""
+        summary = self.ends_at(steps, deadline_s)
+        self.replays(steps)
+        return summary
+
+    def replays(self, steps: int) -> str:
+        """Train it again, up to a last step: with the same bits. Their digest."""
+        first = self.rows("metrics.jsonl")[0]["step"]
+        verdict = self.replayed()
+        assert (verdict["equal"], verdict["steps"]) == (True, steps + 1 - first), verdict
+        return str(verdict["digest"])
 
     def replay_command(self) -> list[str]:
         """What trains the recorded run again."""
