@@ -1,7 +1,5 @@
 """A replica's stores of blocks: agents are processes, the ranks are threads that exchange bytes."""
 
-import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -11,36 +9,14 @@ from typing import Any
 import numpy as np
 
 from ft_hsdp.config.running import MemoryConfig
-from ft_hsdp.state.replica_group import Failed
 from ft_hsdp.train.state.block_store import BlockStore, SubmittedBlocks
 from ft_hsdp.train.state.snapshots import AgentHome
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import DEADLINE_S
+from tests.support.state.thread_group import ThreadGroup
 
 BLOCKS, BLOCK_BYTES = 1000, 24
 DATA = np.random.default_rng(0).integers(0, 256, (BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-
-
-class Group:
-    """What the ranks of a replica tell each other, between threads."""
-
-    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
-        self.rank = rank
-        self._shared = shared
-        self._barrier = barrier
-
-    def on_all(self, work: Callable[[], Any]) -> list[Any]:
-        try:
-            self._shared[self.rank] = {"done": json.loads(json.dumps(work()))}
-        except Exception as error:
-            self._shared[self.rank] = {"error": str(error)}
-        self._barrier.wait(DEADLINE_S)
-        told = list(self._shared)
-        self._barrier.wait(DEADLINE_S)
-        errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(told) if "error" in each]
-        if errors:
-            raise Failed("; ".join(errors))
-        return [each["done"] for each in told]
 
 
 class Rank:
@@ -77,12 +53,11 @@ class Replica:
         self, hosts: Sequence[str], per_host: int = 2, budget_gb: float | None = None, **described: Any
     ) -> None:
         ranks = len(hosts) * per_host
-        shared, barrier = [None] * ranks, threading.Barrier(ranks)
         self.jobs = [Rank(rank, ranks, hosts[rank // per_host], budget_gb) for rank in range(ranks)]
         self.stores = [store_of(job, **described) for job in self.jobs]
         _made.extend(self.stores)
-        for rank, store in enumerate(self.stores):
-            store._group = Group(rank, shared, barrier)
+        for store, group in zip(self.stores, ThreadGroup.of(ranks), strict=True):
+            store._group = group
         self.read: list[tuple[int, int]] = []  # what was read from the source
 
     def source(self, first: int, end: int) -> np.ndarray:

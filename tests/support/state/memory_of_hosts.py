@@ -5,7 +5,6 @@ A shard is (step, width, rank): of a state of `tests.support.state.widths`, whos
 
 import functools
 import json
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,6 +27,7 @@ from ft_hsdp.train.state.known_shards import Recoverer
 from ft_hsdp.train.state.recovery import Restoration
 from tests.support.state import widths
 from tests.support.state.agent_helpers import state
+from tests.support.state.thread_group import ThreadGroup
 from tests.support.state.widths import TOKEN, layout
 
 RANKS = 2
@@ -153,25 +153,6 @@ class Live:
         self.state = manifest.state
 
 
-class Together:
-    """What the threads exchange: the collectives of `ReplicaGroup`."""
-
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=DEADLINE_S)
-        self._told: list[bytes] = [b""] * ranks
-
-    def of(self, rank: int) -> Any:
-        def gather(mine: bytes) -> list[bytes]:
-            self._told[rank] = mine
-            self._barrier.wait()
-            told = list(self._told)
-            self._barrier.wait()
-            return told
-
-        size = len(self._told)
-        return SimpleNamespace(rank=rank, size=size, gather=gather, broadcast=lambda mine=b"": gather(mine)[0])
-
-
 class Lighthouse:
     """What it answers: a head, the agents, and, at each call, whether others train."""
 
@@ -220,7 +201,7 @@ def restored(
         (folder / f"step-{published.step}-epoch-{published.commit_epoch}-0-x-0").mkdir()
     file = folder / "events.jsonl"
     ranks = len(own)
-    together, lives = Together(ranks), [Live(ranks, rank, layouts(ranks, rank)) for rank in range(ranks)]
+    groups, lives = ThreadGroup.of(ranks), [Live(ranks, rank, layouts(ranks, rank)) for rank in range(ranks)]
 
     def load(live: Live, *_: object) -> Any:
         live.read += 1
@@ -236,7 +217,7 @@ def restored(
         writer: Any = OwnAgent(own[rank], ranks, rank)
         live: Any = lives[rank]
         checkpoints = Checkpoints(folder, "", 1, 1, (1, 1), None)
-        Restoration(live, writer, together.of(rank), checkpoints, current, journal, about).run()
+        Restoration(live, writer, groups[rank], checkpoints, current, journal, about).run()
         journal.close()
 
     folder.mkdir(exist_ok=True)

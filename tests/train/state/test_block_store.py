@@ -34,13 +34,13 @@ from tests.support.state.block_replica import (
     BLOCK_BYTES,
     BLOCKS,
     DATA,
-    Group,
     Rank,
     Replica,
     hosts,
     kill,
     store_of,
 )
+from tests.support.state.thread_group import ThreadGroup
 
 
 def kill_in_answer(monkeypatch: pytest.MonkeyPatch, holder: agent_helpers.Running, number: int) -> None:
@@ -170,10 +170,10 @@ def test_bytes_that_flip_in_memory_are_found_in_a_load_and_mended_by_the_next_su
 def test_a_submission_that_is_interrupted_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks of a host read, and no rank waits for another longer than one slice takes."""
     monkeypatch.setattr("ft_hsdp.train.state.block_data.SLICE_BYTES", 2000)
-    rank, told, written, copied = threading.get_ident, Group.on_all, BlockAgent.written, BlockAgent.keep
+    rank, told, written, copied = threading.get_ident, ThreadGroup.on_all, BlockAgent.written, BlockAgent.keep
     slices, since, most, orders = Counter[int](), Counter[int](), Counter[int](), list[Any]()
 
-    def tells(self: Group, work: Any) -> Any:
+    def tells(self: ThreadGroup, work: Any) -> Any:
         try:
             return told(self, work)
         finally:
@@ -189,7 +189,7 @@ def test_a_submission_that_is_interrupted_goes_on_where_it_was(monkeypatch: pyte
         orders.append(order)
         return copied(self, order)
 
-    monkeypatch.setattr(Group, "on_all", tells)
+    monkeypatch.setattr(ThreadGroup, "on_all", tells)
     monkeypatch.setattr(BlockAgent, "written", writes)
     monkeypatch.setattr(BlockAgent, "keep", copies)
     with hosts("a", "b"):
