@@ -178,25 +178,6 @@ def test_a_file_that_cannot_grow_fails_it_on_all_ranks_and_the_next_one_works(tm
     assert answers[0]["left"] == ["step-1-epoch-1-0-a-0", "step-3-epoch-1-0-a-0"]
 
 
-def test_a_folder_that_is_gone_is_made_again_and_a_file_in_its_place_fails_it(tmp_path) -> None:
-    answers = replica(2, "with_folder_gone", tmp_path / "deep" / "folder")
-    assert kinds(answers) == ["Published", "CheckpointNotPublished", "Published"]
-    assert "Not a directory" in answers[1]["outcomes"][1]["reason"]
-
-
-@pytest.mark.parametrize("lacking", [(), tuple(Ability)[:3]])
-def test_a_file_system_without_locks_links_and_fsync_of_folders_takes_checkpoints(tmp_path, lacking) -> None:
-    """A draft that is not renewed any more is rubbish there as well: it is of an hour ago."""
-    rubbish = tmp_path / ".writing-step-1-epoch-1-9-z-0"
-    rubbish.mkdir()
-    (rubbish / "manifest.json").touch()
-    os.utime(rubbish / "manifest.json", (1, 1))
-    answers = replica(2, "save_on", tmp_path, lacking=lacking)
-    assert kinds(answers) == ["Published", "Published"]
-    assert answers[0]["swept"] == []
-    assert names(tmp_path) == ["step-1-epoch-1-0-a-0", "step-2-epoch-1-0-a-0"]
-
-
 def test_a_file_system_without_rename_is_refused_at_the_start(tmp_path) -> None:
     (refused,) = replica(1, "save_on", tmp_path, lacking=[Ability.RENAME])
     assert refused["refused"].startswith("checkpoint.dir: got ")

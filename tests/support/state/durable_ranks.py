@@ -2,7 +2,6 @@
 
 import os
 import resource
-import shutil
 import signal
 import time
 import warnings
@@ -23,7 +22,7 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.mounts import Ability
-from ft_hsdp.state.checkpoint import catalog, drafts
+from ft_hsdp.state.checkpoint import catalog
 from ft_hsdp.state.checkpoint.catalog import resume
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header, Outcome, Published
 from ft_hsdp.state.replica_group import ReplicaGroup
@@ -225,32 +224,6 @@ def with_disk_full(side: Side, folder: str, limit: int, on: int) -> Any:
     return {"outcomes": outcomes, "left": sorted(os.listdir(folder))}
 
 
-def with_folder_gone(side: Side, folder: str) -> Any:
-    """The folder and the one above it vanish, then a file stands in its way, then it is back."""
-    checkpointer = side.checkpointer(folder)
-    outcomes = []
-    for step, change in enumerate([_gone, _file, _folder], 1):
-        if side.ranks.rank == 0:
-            change(folder)
-        dist.barrier()
-        outcomes += written(side, checkpointer, header(step))
-    return {"outcomes": outcomes}
-
-
-def _gone(path: str) -> None:
-    shutil.rmtree(Path(path).parent)
-
-
-def _file(path: str) -> None:
-    shutil.rmtree(path)
-    Path(path).write_text("in the way")
-
-
-def _folder(path: str) -> None:
-    Path(path).unlink()
-    Path(path).mkdir()
-
-
 def with_different_states(side: Side, folder: str) -> Any:
     """Ranks that are given different lineages publish nothing, and go on."""
     odd = Header(StateId(1, 1, f"{side.ranks.rank:032x}"), Ledger((1, 2, 5)), HYPER)
@@ -326,22 +299,12 @@ def close_at_once(side: Side, folder: str) -> Any:
 
 
 def save_on(side: Side, folder: str, lacking: list[str]) -> Any:
-    """Publish two steps on a file system that lacks something; another replica tidies up before each rename."""
-    swept: list[str] = []
+    """Publish two steps on a file system that lacks something."""
     with poor(Path(folder), *map(Ability, lacking)):
-        real = drafts.sync_names
-
-        def sweep(path: Path) -> None:
-            swept.extend(drafts.sweep(Path(folder)) if side.ranks.rank == 0 else [])
-            real(path)
-
-        drafts.sync_names = sweep
         try:
-            return {**save(side, folder, [1, 2]), "swept": swept}
+            return save(side, folder, [1, 2])
         except ConfigError as error:
             return {"refused": str(error)}
-        finally:
-            drafts.sync_names = real
 
 
 def load_what_vanishes(side: Side, folder: str) -> Any:
