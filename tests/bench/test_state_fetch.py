@@ -34,7 +34,7 @@ def test_what_is_received_is_compared(monkeypatch: pytest.MonkeyPatch, capsys: p
     for name in CONTENDERS.keys() - {"raw"}:
         monkeypatch.delitem(CONTENDERS, name)
     monkeypatch.setitem(
-        CONTENDERS, "raw", replace(CONTENDERS["raw"], donor="tests.support.bench.fetch_standin:WrongDonor")
+        CONTENDERS, "raw", replace(CONTENDERS["raw"], donor="tests.support.bench.bench_standin:WrongDonor")
     )
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     assert main(["bench", "fetch", "--sizes", "1MiB", "--rounds", "1"]) == 75

@@ -3,7 +3,7 @@
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,8 @@ from ft_hsdp.compat.torchft import ProcessGroupFTAR
 from ft_hsdp.compat.torchft.work import BUNDLE_BYTES
 from ft_hsdp.ftar.lane import GroupState
 from tests.support.ftar.torchft_ranks import Ranks
+from tests.support.ftar.torchft_ranks import of_module as of_module
+from tests.support.ftar.torchft_ranks import three as three
 from tests.support.waiting import until
 
 WITHIN_S = 30.0
@@ -39,19 +41,6 @@ def raised(call: Callable[[], Any]) -> str:
     with pytest.raises(RuntimeError) as caught:
         call()
     return str(caught.value)
-
-
-@pytest.fixture(scope="module")
-def _three() -> Iterator[Ranks]:
-    ranks = Ranks(3)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture
-def three(_three: Ranks) -> Ranks:
-    _three.configure(_three.groups)
-    return _three
 
 
 def no_gloo(ranks: Ranks) -> None:

@@ -19,24 +19,13 @@ from ft_hsdp.compat.torchft.handles import MAX_HANDLE, MAX_MEMBERS, encode, memb
 from ft_hsdp.errors import InvalidArgument
 from tests.support.ftar.torchft_process import GroupProcess, options
 from tests.support.ftar.torchft_ranks import Ranks
+from tests.support.ftar.torchft_ranks import of_module as of_module
+from tests.support.ftar.torchft_ranks import three as three
 from tests.support.waiting import until
 
 WITHIN_S = 90.0
 ID = "0" * 32
 OWN = encode(ID, "127.0.0.1:1", None, 0)
-
-
-@pytest.fixture(scope="module")
-def _three() -> Iterator[Ranks]:
-    ranks = Ranks(3, host="127.0.0.1")
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture
-def three(_three: Ranks) -> Ranks:
-    _three.configure(_three.groups)
-    return _three
 
 
 def handles(groups: list[ProcessGroupFTAR]) -> list[str]:

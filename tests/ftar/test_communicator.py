@@ -1,4 +1,3 @@
-import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,16 +11,13 @@ from ft_hsdp.errors import (
     ConnectFailed,
     FTARError,
     InvalidArgument,
-    PeerDead,
     RecoverableError,
-    RemoteAbort,
-    Skipped,
     StaleEpoch,
 )
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.allreduce import DTYPES
 from ft_hsdp.ftar.lane import GroupState
-from tests.support.ftar.member_process import TOKEN, MemberProcess
+from tests.support.ftar.ring_helpers import TOKEN
 from tests.support.ftar.ring_rig import nothing_left
 
 
@@ -161,41 +157,3 @@ def test_strangers_do_not_meet(change: dict[str, Any]) -> None:
         with ThreadPoolExecutor(2) as pool:
             waits = [pool.submit(c.reconfigure, 1, members(comms)) for c in comms]
             assert all(isinstance(w.exception(20), RecoverableError) for w in waits)
-
-
-@pytest.mark.parametrize(
-    ("transport", "when"), [("tcp", "idle"), ("tcp", "under way"), ("shm", "under way"), ("c10d", "under way")]
-)
-def test_sigkill_of_a_neighbour(transport: str, when: str) -> None:
-    """PeerDead or what the others heard, the suspect named, what is behind it skipped; then a ring without it."""
-    n = 300_000
-    victim = MemberProcess(12, transport=transport, timeout_s=10.0)
-    try:
-        with ring(2, transport=transport, timeout_s=10.0) as comms:
-            everybody = [*members(comms), (12, victim.address)]
-            victim.pipe.send((1, everybody, n))
-            with ThreadPoolExecutor(2) as pool:
-                list(pool.map(lambda c: c.reconfigure(1, everybody), comms))
-            given = [c.empty(n).fill_(float(11 + i)) for i, c in enumerate(comms)]
-            first = [c.all_reduce(x) for c, x in zip(comms, given, strict=True)]
-            assert {w.wait(20)[0].item() for w in first} == {victim.hear()} == {11.0 + 12.0 + 13.0}
-            assert victim.hear() == "ready"
-            if when == "under way":
-                victim.pipe.send("take part")
-                assert victim.hear() == "under way"
-            works = [[c.all_reduce(x) for _ in range(200)] for c, x in zip(comms, given, strict=True)]
-            victim.signal(signal.SIGKILL)
-            for queue in works:
-                errors = [w.exception(20) for w in queue]
-                failed = [e for e in errors if e is not None]
-                assert isinstance(failed[0], PeerDead | RemoteAbort), failed[0]
-                assert failed[0].suspect == 12
-                assert all(isinstance(e, Skipped) for e in failed[1:])
-                assert errors[: -len(failed)] == [None] * (200 - len(failed))
-                assert all(w.wait(0)[n // 2] == 36.0 for w in queue[: -len(failed)])
-            assert [x.unique().tolist() for x in given] == [[11.0], [12.0]], "an input was written"
-            form(comms, 2)
-            again = [c.all_reduce(x) for c, x in zip(comms, given, strict=True)]
-            assert [w.wait(20)[-1].item() for w in again] == [23.0, 23.0]
-    finally:
-        victim.close()

@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
@@ -21,8 +22,8 @@ from ft_hsdp.ftar.connections import Peer
 from ft_hsdp.ftar.heartbeat import HostLoadReader, HostSentinel, is_stopped
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.protocol import RingBeat
-from tests.support.ftar.member_process import TOKEN, MemberProcess
-from tests.support.ftar.ring_helpers import Replica, Ring, Transport, error, lane_of
+from tests.support.forked import Forked
+from tests.support.ftar.ring_helpers import TOKEN, Replica, Ring, Transport, error, lane_of
 from tests.support.waiting import async_until, until
 
 MINUTE_S = 60.0
@@ -260,9 +261,18 @@ async def test_an_overloaded_neighbour_has_the_time_that_it_asked_for() -> None:
             assert ring.peers[0].broken[0].suspect == 1
 
 
+def neighbour(pipe: Connection) -> None:
+    """A member in a process of its own that sums once, and stays."""
+    comm = Communicator(12, token=TOKEN, settings=Settings(transport="tcp", timeout_s=MINUTE_S))
+    pipe.send(comm.address)
+    comm.reconfigure(1, pipe.recv())
+    pipe.send(comm.all_reduce(torch.full((9,), 13.0)).wait(20)[0].item())
+    pipe.recv()
+
+
 def test_no_load_explains_a_stopped_process() -> None:
     """This host claims an overload that would explain a silence of a minute."""
-    victim = MemberProcess(12, transport="tcp", timeout_s=MINUTE_S)
+    victim = Forked(neighbour)
     with ExitStack() as stack:
         stack.callback(victim.close)
         stack.enter_context(mock.patch.object(HostSentinel, "stall_s", return_value=MINUTE_S))
@@ -272,8 +282,8 @@ def test_no_load_explains_a_stopped_process() -> None:
         )
         comm = Communicator(10, token=TOKEN, settings=Settings(transport="tcp", timeout_s=MINUTE_S))
         stack.callback(comm.close)
-        members = [(10, comm.address), (12, victim.address)]
-        victim.pipe.send((1, members, 9))
+        members = [(10, comm.address), (12, victim.hear())]
+        victim.pipe.send(members)
         comm.reconfigure(1, members)
         assert comm.all_reduce(torch.ones(9)).wait(20)[0].item() == 14.0
         assert victim.hear() == 14.0

@@ -3,9 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +12,12 @@ from ft_hsdp.errors import DataCorruption
 from ft_hsdp.memory import shape
 from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.store import SnapshotStore
-from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
+from ft_hsdp.state.shared_memory import SnapshotBuffer
 from ft_hsdp.state.transfer import parts, served_parts, shard_manifest
 from ft_hsdp.state.transfer.fetch import Donor, NotFetched
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.parts import Scattered, Uncuttable
-from ft_hsdp.state.transfer.reshape import Assembled, WantedShard, fetch_shard, sources
+from ft_hsdp.state.transfer.reshape import Assembled, WantedShard, fetch_shard
 from tests.support.known import get
 from tests.support.state import widths
 from tests.support.state.state_helpers import no_thread
@@ -78,13 +76,6 @@ def test_every_rank_of_another_width_gets_its_shard(serving: Make, width: int, r
         wanted = layout(ranks, rank)
         least = wanted.nbytes if width == ranks else sum(tensor.nbytes for tensor in wanted.tensors)
         assert sum(got.given.values()) == least, "no byte more than the shard has"
-
-
-def test_parts_are_striped_over_donors_that_agree(serving: Make) -> None:
-    one, other, third = (serving(4, *range(4)) for _ in range(3))
-    got, data = take(4, at(one, other, third), 3, 1)
-    assert data == content(3, 1).tobytes()
-    assert {rank for rank, _ in got.given} == {1, 2}, "the only ones that have something for it"
 
 
 def test_a_donor_with_another_state_of_the_optimizer_is_left_out(serving: Make) -> None:
@@ -164,24 +155,14 @@ def test_parts_for_which_no_thread_is_left_are_not_fetched(serving: Make, monkey
         take(4, donors, 3, 1)
 
 
-class Liar(InMemorySnapshots):
-    """Serves the shard of one rank under the name of another one's."""
-
-    def __init__(self, tells: int) -> None:
-        super().__init__()
-        made = replace(manifest(4, 2), rank=tells)
-        room = SnapshotBuffer(made.nbytes)
-        room.bytes[: made.nbytes] = content(4, 2)
-        self.put(made, room)
-
-
 def test_who_serves_other_rows_is_not_believed(serving: Make) -> None:
     """Rank 3 of 4 has fewer rows than rank 2: its shard is not cut as it says."""
     rejected: list[str] = []
-    with closing(StateServer("127.0.0.1", 0, Liar(tells=3), TOKEN)) as server:
-        donors = {**at(serving(4, 0, 1, 2)), 3: [Donor(5, server.address)]}
-        with pytest.raises(NotFetched):
-            take(4, donors, 3, 2, lambda _, __, why: rejected.append(why))
+    liar = serving(4, 2)
+    liar.put(replace(manifest(4, 2), rank=3), liar.rooms[2])
+    donors = {**at(serving(4, 0, 1, 2)), 3: [Donor(5, liar.address)]}
+    with pytest.raises(NotFetched):
+        take(4, donors, 3, 2, lambda _, __, why: rejected.append(why))
     assert any("answered 400: param embed" in why for why in rejected), rejected
 
 
@@ -236,10 +217,9 @@ def test_what_is_cut_otherwise_has_no_parts(serving: Make) -> None:
     place = layout(4, 1)
     odd = replace(place.tensors[1], cut="other")
     made = replace(manifest(4, 1), tensors=(place.tensors[0], odd, *place.tensors[2:]))
-    source, room = InMemorySnapshots(), SnapshotBuffer(made.nbytes)
-    source.put(shard_manifest.seal(made, room.memory[: made.nbytes]), room)
-    with closing(StateServer("127.0.0.1", 0, source, TOKEN)) as server:
-        status, body, _ = get(server.address, f"{PATH}/1.4/manifest?for=0.3", TOKEN)
+    served, room = serving(4), SnapshotBuffer(made.nbytes)
+    served.put(shard_manifest.seal(made, room.memory[: made.nbytes]), room)
+    status, body, _ = get(served.address, f"{PATH}/1.4/manifest?for=0.3", TOKEN)
     assert status == 400
     assert body.startswith(b"param norm ")
     with pytest.raises(Uncuttable, match="elements of type int4"):
@@ -278,25 +258,13 @@ def test_scattered_memory_is_filled_as_one_stream() -> None:
     assert parts.touched([shape.Extent(9, 0, 4), shape.Extent(40, 0, 0), shape.Extent(30, 0, 1)], 10) == [0, 1, 3]
 
 
-def test_layouts_of_other_ranks_follow_from_any_one() -> None:
-    for width in (1, 2, 3, 7):
-        for rank in range(width):
-            place = layout(width, rank)
-            parts.check(place.tensors, width, rank)
-            assert parts.layout_at(place.tensors, 4, 2) == layout(4, 2)
-            assert sources(place, 4, rank, width) == tuple(
-                k for k in range(4) if parts.cut(place.tensors, (4, k), (width, rank)).tensors
-            )
-
-
 def test_a_manifest_with_a_part_is_not_that_of_the_shard(serving: Make) -> None:
     """Who fetches a shard does not take a part of it, whatever the donor says."""
     served = serving(4, 1)
     _, encoded, _ = get(served.address, f"{PATH}/1.4/manifest?for=1.4", TOKEN)
     found = shard_manifest.decode(encoded)
     assert json.loads(encoded[65:])["part"] == [1, 4]
-    place = SimpleNamespace(fingerprint=found.layout, nbytes=found.nbytes)
-    expected = shard_manifest.ExpectedShard(STATE, 1, 4, place.fingerprint, place.nbytes)
+    expected = shard_manifest.ExpectedShard(STATE, 1, 4, found.layout, found.nbytes)
     with pytest.raises(DataCorruption, match="part"):
         shard_manifest.expect(found, expected)
     assert np.array_equal(content(4, 1), served.rooms[1].bytes[: layout(4, 1).nbytes])

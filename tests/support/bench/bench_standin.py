@@ -1,4 +1,4 @@
-"""A contender for tests: gloo, with faults on demand."""
+"""Contenders for tests: gloo, with faults on demand, and a donor whose state is not what its receiver expects."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import threading
 from torch import Tensor
 
 from benchmarks.allreduce_ranks import Gloo
+from benchmarks.state_fetch import FetchSpec, RawDonor
 
 
 class StandIn(Gloo):
@@ -26,3 +27,9 @@ class StandIn(Gloo):
         super().all_reduce(source, sink)
         if fault == "wrong" and self.spec.member == 1:
             sink[5] += 1
+
+
+class WrongDonor(RawDonor):
+    def __init__(self, spec: FetchSpec) -> None:
+        super().__init__(spec)
+        self._buffer.bytes[-1] ^= 1

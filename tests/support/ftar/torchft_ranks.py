@@ -1,11 +1,12 @@
 """A few ranks of ProcessGroupFTAR as threads of one process, around a store."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from torch.distributed import TCPStore
 
 from ft_hsdp.compat.torchft import ProcessGroupFTAR
@@ -39,3 +40,16 @@ class Ranks:
     def close(self) -> None:
         self.each(lambda group, rank: group.shutdown())
         self._threads.shutdown()
+
+
+@pytest.fixture(scope="module")
+def of_module() -> Iterator[Ranks]:
+    ranks = Ranks(3, host="127.0.0.1")
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def three(of_module: Ranks) -> Ranks:
+    of_module.configure(of_module.groups)
+    return of_module

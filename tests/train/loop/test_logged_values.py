@@ -4,7 +4,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.analysis.commits import MAX_VALUES
 from ft_hsdp.config import parse
@@ -56,6 +55,6 @@ def test_one_replica_s_values_count() -> None:
     assert not counts(0, 5, None), "a state that was fetched: those that applied the step tell its values"
 
 
-def test_before_the_first_batch_there_is_no_step_whose_values_these_are(mesh: DeviceMesh, tmp_path: Path) -> None:
-    with made(mesh, tmp_path, parse({"replicas": 2, "ranks_per_replica": 1})) as job:
-        refused(lambda: job.log({"early": 1.0}), "got 'early';", "job.log")
+def test_before_the_first_batch_there_is_no_step_whose_values_these_are(tmp_path: Path) -> None:
+    job = made(tmp_path, parse({"replicas": 2, "ranks_per_replica": 1}))
+    refused(lambda: job.log({"early": 1.0}), "got 'early';", "job.log")

@@ -68,17 +68,13 @@ def test_bad_arguments_are_refused(arguments: Any, key: str) -> None:
     refused(lambda: checked_pause(arguments[0], arguments[1], 100.0), key=key)
 
 
-def test_an_error_ends_a_pause_and_one_within_another_is_refused(mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_an_error_ends_a_pause_and_one_within_another_is_refused(tmp_path: Path) -> None:
     """Before the job is joined, too, where nobody waits."""
-    with made(mesh, tmp_path, CONFIG) as job:
-        with (
-            pytest.raises(ConfigError, match="evaluation is under way"),
-            job.pause("evaluation"),
-            job.pause("export"),
-        ):
-            pass
-        with job.pause("export"):
-            pass
+    job, refusal = made(tmp_path, CONFIG), pytest.raises(ConfigError, match="evaluation is under way")
+    with refusal, job.pause("evaluation"), job.pause("export"):
+        pass
+    with job.pause("export"):
+        pass
 
 
 def test_data_connections_outlast_the_longest_pause() -> None:
