@@ -179,23 +179,6 @@ def test_every_member_ends_with_every_gradient_added_once_in_the_agreed_order(me
         assert all(held == expected for held in reduced(ring, contributors))
 
 
-@pytest.mark.parametrize("members", range(2, 17))
-def test_the_five_kinds(members: int) -> None:
-    """FT-HSDP §4.2: N-1 steps send partial sums, N-1 final ones; the one between them is fused."""
-    for position in range(members):
-        kinds = [o.kind for o in operations(position, members)]
-        assert kinds == [
-            OperationKind.COPY_SEND,
-            *[OperationKind.REDUCE_SEND] * (members - 2),
-            OperationKind.REDUCE_STORE_SEND,
-            *[OperationKind.STORE_SEND] * (members - 2),
-            OperationKind.STORE,
-        ]
-        assert len(kinds) == 2 * members - 1
-        assert sum(k.sends for k in kinds) == sum(k.receives for k in kinds) == 2 * members - 2
-        assert sum(k.reduces for k in kinds) == members - 1
-
-
 @given(st.integers(2, 32), st.data())
 def test_what_an_operation_sends_is_what_the_neighbours_next_one_receives(members, data) -> None:
     position = data.draw(st.integers(0, members - 1))

@@ -44,18 +44,6 @@ def test_an_entry_says_only_what_can_be_trained() -> None:
         frame.unpack_entries(data)
 
 
-def test_what_the_left_neighbour_writes_is_what_is_expected_here() -> None:
-    for operation in LEFT.operations[:-1]:
-        for round_ in range(PLAN.rounds):
-            got = MINE.check(LEFT.header(operation, round_, False))
-            assert (got.operation.number, got.round, got.empty) == (operation.number + 1, round_, False)
-            assert got.operation.shard == operation.shard
-            assert got.span == PLAN.span(operation.shard, round_)
-            assert got.nbytes == got.span.size * 4
-            first = round_ == 0 and got.operation.kind.reduces
-            assert got.entries == (got.operation.number if first else 0)
-
-
 def test_an_empty_chunk_has_no_payload_and_only_stands_for_a_partial_sum() -> None:
     got = MINE.check(LEFT.header(LEFT.operations[1], 1, True))
     assert (got.empty, got.nbytes) == (True, 0)

@@ -24,40 +24,6 @@ from tests.support.known import streams
 from tests.support.waiting import async_until
 
 
-@pytest.mark.parametrize(("members", "transport"), [(1, "auto"), (2, "tcp"), (2, "auto"), (5, "tcp"), (3, "auto")])
-async def test_configure_reduce_and_go_on_to_a_larger_epoch(members: int, transport: Transport) -> None:
-    async with Ring(*range(members), transport=transport) as ring:
-        for epoch in (1, 2, 7):
-            await ring.form(epoch)
-            await ring.check(epoch)
-            await ring.check(epoch, n=1)
-        assert all(p.connected == [1, 2, 7] for p in ring.peers)
-        assert not any(a for p in ring.peers for a in p.broken if not a.planned)
-        kind = {"tcp": "tcp", "auto": "shm"}[transport]
-        assert all(p.group.transports == ((kind, kind) if members > 1 else ()) for p in ring.peers)
-
-
-async def test_the_states_of_a_group() -> None:
-    async with Ring(0, 1) as ring:
-        a, b = (p.group for p in ring.peers)
-        assert (a.state, a.epoch) == (GroupState.NEW, 0)
-        a.configure(grant(1, ring.addresses))
-        assert (a.state, a.epoch) == (GroupState.CONFIGURING, 1)
-        b.configure(grant(1, ring.addresses))
-        await async_until(lambda: a.state is GroupState.READY, "the ring stands")
-        work = ring.peers[0].reduce(1, torch.empty(9))
-        await async_until(lambda: a.state is GroupState.RUNNING, "the work begins")
-        assert work.status == "PENDING"
-        await asyncio.wrap_future(ring.peers[1].reduce(1, torch.empty(9)))
-        await asyncio.wrap_future(work)
-        assert work.status == "SUCCESS"
-        await async_until(lambda: a.state is GroupState.READY, "the work is over")
-        b.stop(1, "for a test")
-        assert b.state is GroupState.BROKEN
-        await async_until(lambda: a.state is GroupState.BROKEN, "the other hears of it")
-    assert (a.state, b.state) == (GroupState.CLOSED, GroupState.CLOSED)
-
-
 async def test_stale_and_reused_epochs_are_refused() -> None:
     async with Ring(0, 1) as ring:
         given = await ring.form(5)

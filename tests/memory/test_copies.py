@@ -28,23 +28,6 @@ def told(plan: Plan) -> list[tuple[int, int, str]]:
 NOTHING = Plan((), (), "")
 
 
-def test_three_healthy_replicas_on_three_racks_need_nothing() -> None:
-    members = [member(n, f"{n}/h{n}", ranks=4) for n in range(3)]
-    assert missing_copies(members, 2, "host") == NOTHING
-    assert missing_copies(members, 3, "rack") == NOTHING
-
-
-def test_a_single_replica_keeps_its_copies_on_its_other_hosts() -> None:
-    plan = missing_copies([member(0, "h0", "h1", "h2", "h3")], 2, "host")
-    assert told(plan) == [(0, 0, "h1"), (0, 1, "h0"), (0, 2, "h3"), (0, 3, "h2")]
-    assert plan.unprotected == ()
-
-
-def test_the_ranks_of_one_host_have_one_holder() -> None:
-    plan = missing_copies([member(5, "h0", "h1", ranks=2)], 2, "host")
-    assert told(plan) == [(5, 0, "h1"), (5, 1, "h1"), (5, 2, "h0"), (5, 3, "h0")]
-
-
 def test_narrower_replicas_are_no_copies_and_keep_none() -> None:
     narrow, wide = member(0, "r0h0", ranks=2), member(1, "r1h0", "r1h1", ranks=2)
     plan = missing_copies([narrow, wide], 2, "host")
@@ -63,16 +46,6 @@ def test_the_lowest_healthy_replica_makes_what_several_lack() -> None:
     ]
     plan = missing_copies(members, 2, "rack")
     assert told(plan) == [(1, 0, "r1h1"), (1, 1, "r1h0")]
-
-
-def test_a_replica_that_is_behind_is_no_copy() -> None:
-    behind = member(1, "r1h0", "r1h1", healthy=False)
-    assert told(missing_copies([member(0, "r0h0", "r0h1"), behind], 2, "host")) == [(0, 0, "r0h1"), (0, 1, "r0h0")]
-    assert missing_copies([behind], 2, "host") == NOTHING
-
-
-def test_a_replica_of_one_host_has_no_place_for_a_copy() -> None:
-    assert missing_copies([member(0, "h0", ranks=2)], 2, "host").unprotected == (0, 1)
 
 
 @pytest.mark.parametrize("others", range(1, 8))

@@ -96,13 +96,6 @@ def alive_holders(sequence: Iterable[int], alive: frozenset[int], copies: int) -
     return tuple(islice((host for host in sequence if host in alive), copies))
 
 
-def test_figure_1_of_restore() -> None:
-    """16 blocks on 4 hosts, 2 copies."""
-    holders = [first_holders(block, 16, 4, 2) for block in range(16)]
-    assert [first for first, _ in holders] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
-    assert [second for _, second in holders] == [2] * 4 + [3] * 4 + [0] * 4 + [1] * 4
-
-
 def test_copies_that_do_not_divide_the_hosts_are_refused() -> None:
     with pytest.raises(ValueError, match="a divisor of 5"):
         first_holders(0, 5, 5, 2)

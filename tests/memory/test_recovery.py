@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.memory.recovery import Gathering, Holding, newest, rung
+from ft_hsdp.memory.recovery import Gathering, Holding, newest
 
 
 def state(step: int, epoch: int = 1) -> StateId:
@@ -19,25 +19,6 @@ def held(
 
 LAYOUTS = ["L0", "L1"]
 HOSTS = ["r0h0", "r0h1"]
-
-
-def test_a_replica_takes_its_own_copies_first() -> None:
-    rows = [held(5, n, k, f"r{n}h{k}") for n in (1, 0) for k in (0, 1)] + [held(5, 0, 0, "r0h1")]
-    found = newest(rows, 0, LAYOUTS, HOSTS)
-    assert found is not None
-    assert found.state == state(5)
-    assert [(h.replica, h.host) for h in found.sources[0]] == [(0, "r0h0"), (0, "r0h1"), (1, "r1h0")]
-    assert rung([sources[:1] for sources in found.sources], 0, HOSTS) == "agent"
-
-
-def test_a_neighbour_s_copy_is_enough() -> None:
-    found = newest([held(5, 0, 0, "r0h1"), held(5, 0, 1, "r0h1")], 0, LAYOUTS, HOSTS)
-    assert found is not None
-    assert rung([sources[:1] for sources in found.sources], 0, HOSTS) == "copy"
-
-
-def test_shards_of_two_states_are_no_state() -> None:
-    assert newest([held(5, 0, 0, "r0h0"), held(4, 0, 1, "r0h1")], 0, LAYOUTS, HOSTS) is None
 
 
 def test_a_newer_epoch_counts_more_than_a_higher_step() -> None:

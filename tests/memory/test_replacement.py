@@ -32,11 +32,6 @@ def hosts(*paths: str) -> tuple[Host, ...]:
     return tuple(Host.parse(path) for path in paths)
 
 
-def test_a_lost_host_s_place_goes_to_a_spare_and_the_others_stay() -> None:
-    found = assign({0: hosts("a", "b"), 1: hosts("c", "d")}, ["b"], hosts("s0", "s1"), "host")
-    assert found == {0: Assignment(hosts("a", "s0"), ()), 1: Assignment(hosts("c", "d"), ())}
-
-
 def test_without_enough_spares_a_replica_takes_none() -> None:
     """One spare cannot start the replica that lost two hosts; it starts the other one."""
     found = assign({0: hosts("a", "b"), 1: hosts("c", "d")}, ["a", "b", "d"], hosts("s0"), "host")

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.memory.shape import Extent, Tensor, aligned, giver, merged, needed, pieces, rows
+from ft_hsdp.memory.shape import Extent, Tensor, aligned, giver, merged, needed, pieces
 
 PUBLIC = {"a": ((10, 4), 4), "b": ((7,), 4), "c": ((3, 5), 4)}
 
@@ -24,12 +24,6 @@ def test_the_public_vectors() -> None:
     assert parts(PUBLIC, (4, 1), (3, 1)) == ((16, 0, 32), (68, 64, 4), (128, 128, 20))
     assert parts(PUBLIC, (4, 2), (3, 1)) == ((0, 32, 32), (64, 68, 8))
     assert parts(PUBLIC, (4, 0), (3, 1)) == parts(PUBLIC, (4, 3), (3, 1)) == ()
-
-
-def test_rows_are_cut_as_torch_chunk_does() -> None:
-    assert [rows(10, 4, r) for r in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert [rows(3, 4, r) for r in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 3)]
-    assert rows(0, 2, 1) == (0, 0)
 
 
 def size(found: dict[str, tuple[tuple[int, ...], int]], width: int, rank: int) -> dict[str, tuple[int, int]]:

@@ -55,21 +55,6 @@ def test_a_dead_rank_leaves_its_slots_and_a_living_one_takes_the_one_it_writes_a
     assert holdings.slots(SHARD) == {n: fd for n, fd in both.items() if n != number}
 
 
-def test_what_is_forgotten_while_it_is_read_is_read_to_its_end(holdings: SnapshotStore):
-    write(holdings, 1)
-    first, second = holdings.borrow(state(1), RANK), holdings.borrow(state(1), RANK)
-    assert first is not None
-    assert second is not None
-    holdings.forget(SHARD)
-    assert holdings.borrow(state(1), RANK) is None
-    holdings.give_back(first)
-    write(holdings, 2)
-    assert read(second) == content(1, RANK, NBYTES).tobytes()
-    holdings.give_back(second)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(second.fd)
-
-
 def test_a_slow_checksum_holds_no_rank_up(holdings: SnapshotStore, monkeypatch: pytest.MonkeyPatch):
     begun, go_on = threading.Event(), threading.Event()
 

@@ -161,6 +161,7 @@ def test_a_mapping_keeps_its_class_and_its_attributes_on_the_way() -> None:
         (torch.zeros(2, 3), 6),
         ((torch.zeros(2, 3), torch.zeros(2)), 6),
         ({"labels": torch.zeros(2), "input_ids": torch.zeros(2, 5)}, 10),
+        (Encoding(mask=torch.zeros(9), input_ids=torch.zeros(2, 3)), 6),
         ({"pixels": torch.zeros(2, 3, 4), "label": 1}, 24),
         ({"input_ids": [[1, 2]], "more": torch.zeros(7)}, 7),
         (["text", {"a": None, "b": [torch.zeros(4)]}], 4),
@@ -170,10 +171,6 @@ def test_a_mapping_keeps_its_class_and_its_attributes_on_the_way() -> None:
 )
 def test_the_tokens_of_a_batch_are_its_input_ids_or_its_first_tensor(batch: Any, tokens: int) -> None:
     assert prefetch.count_tokens(batch) == tokens
-
-
-def test_the_tokens_of_an_encoding_are_counted() -> None:
-    assert prefetch.count_tokens(Encoding(mask=torch.zeros(9), input_ids=torch.zeros(2, 3))) == 6
 
 
 def test_a_tensor_on_the_cpu_is_complete_and_on_the_host() -> None:

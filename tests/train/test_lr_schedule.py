@@ -1,7 +1,7 @@
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -287,25 +287,3 @@ def test_a_state_of_other_schedulers_is_refused() -> None:
     for wrong in (hyper["ExponentialLR"], unscheduled):
         adopting = partial(Groups(*made("sgd", "StepLR")[1:]).adopt, wrong)
         refused(adopting, r"the optimizers of the state that is loaded .*expected")
-
-
-def container(schedulers: Iterable[LRScheduler]) -> Iterable[LRScheduler]:
-    """What torchtitan has: not a list, but it iterates."""
-
-    class Container:
-        def __iter__(self) -> Iterator[LRScheduler]:
-            return iter(schedulers)
-
-    return Container()
-
-
-def test_several_optimizers_have_several_schedulers() -> None:
-    m = model()
-    adam, sgd = torch.optim.Adam([m.weight], lr=0.02), torch.optim.SGD([m.bias], lr=0.05)
-    both = torchs.ExponentialLR(sgd, 0.5), torchs.ExponentialLR(adam, 0.7)
-    groups = Groups([adam, sgd], container(both))
-    create_state(adam)
-    apply(groups, m, 1)
-    groups.check()
-    assert groups.rates(record(2)) == [0.02 * 0.7, 0.05 * 0.5]
-    assert [s.last_epoch for s in both] == [1, 1]

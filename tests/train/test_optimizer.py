@@ -1,5 +1,4 @@
 import copy
-import json
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -75,18 +74,6 @@ def test_the_rate_follows_from_the_record_and_leaves_no_trace() -> None:
     assert [h["lr"] for h in before] == [0.2, 0.1]
 
 
-def test_hyper_parameters_survive_json_and_are_adopted() -> None:
-    g, other = groups(), groups()
-    for group in g.optimizers[0].param_groups:
-        group["lr"] *= 3
-        group["betas"] = (0.8, 0.9)
-    mine = Groups(g.optimizers[0], None)
-    other.adopt(json.loads(json.dumps(mine.hyper())))
-    assert other.hyper() == mine.hyper()
-    assert other.optimizers[0].param_groups[0]["betas"] == (0.8, 0.9)
-    assert other.rates(record()) == pytest.approx([0.6, 0.3])
-
-
 def test_hyper_parameters_of_another_optimizer_are_refused() -> None:
     g = groups()
     for wrong in (g.hyper()[:1], ({**g.hyper()[0], "nesterov": True}, g.hyper()[1]), ({}, {})):
@@ -118,22 +105,6 @@ def test_a_schedule_may_give_each_group_a_factor_of_its_own() -> None:
         Groups(g.optimizers, lambda step: [1.0] * 3).rates(record())
 
 
-@pytest.mark.parametrize("largest", [0.01, 1e9])
-def test_a_group_is_clipped_by_its_own_norm(largest: float) -> None:
-    ours, plain = model(), model()
-    two: list[dict[str, Any]] = [{"params": [ours.weight], "clip": largest}, {"params": [ours.bias]}]
-    groups, natural = Groups(torch.optim.SGD(two, lr=0.1)), torch.optim.SGD(plain.parameters(), lr=0.1)
-    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-        a.grad, b.grad = torch.full_like(a, 0.5), torch.full_like(b, 0.5)
-    assert plain.weight.grad is not None
-    nn.utils.clip_grad_norm_([plain.weight], largest)
-    groups.step(record())
-    natural.step()
-    assert torch.allclose(ours.weight, plain.weight, rtol=1e-6)
-    assert torch.equal(ours.bias, plain.bias)
-    groups.check()
-
-
 def test_a_state_that_is_loaded_too_late_is_refused() -> None:
     g = groups()
     before = g.hyper()
@@ -146,14 +117,6 @@ def test_a_state_that_is_loaded_too_late_is_refused() -> None:
 
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-OPTIMIZERS: dict[str, Make] = {  # `test_optimizer_exact.py` has all of torch's
-    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, t0=1),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
-    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-}
 
 
 def mixed_model() -> nn.Sequential:
@@ -176,21 +139,6 @@ def state_of(m: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys()
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_state_that_was_loaded_stays(name: str) -> None:
-    before, ours = mixed_model(), mixed_model()
-    first = OPTIMIZERS[name](before.parameters())
-    train(before, first)
-    ours.load_state_dict(before.state_dict())
-    optimizer = OPTIMIZERS[name](ours.parameters())
-    optimizer.load_state_dict(first.state_dict())
-    create_state(optimizer)
-    assert_same(state_of(ours, optimizer), state_of(before, first))
-    train(ours, optimizer, seed=1)
-    train(before, first, seed=1)
-    assert_same(state_of(ours, optimizer), state_of(before, first))
 
 
 def test_a_state_that_was_loaded_for_another_optimizer_is_refused() -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ VALUES = {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.5, "adjust_lr_fn"
 
 Params = list[nn.Parameter]
 Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
-Schedule = Callable[[list[torch.optim.Optimizer]], list[LRScheduler]]
+Schedule = Callable[[list[torch.optim.Optimizer]], Iterable[LRScheduler]]
 
 
 class Small(nn.Module):
@@ -121,8 +121,10 @@ def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices(model), lr=0.02), torch.optim.AdamW(others(model), lr=0.05)]
 
 
-def schedules(optimizers: list[torch.optim.Optimizer]) -> list[LRScheduler]:
-    return [LinearLR(optimizers[0], 0.1, 1.0, 4), *(StepLR(o, 2, 0.5) for o in optimizers[1:])]
+def schedules(optimizers: list[torch.optim.Optimizer]) -> Iterable[LRScheduler]:
+    """In an order of their own, and no list, as torchtitan has them."""
+    made = [LinearLR(optimizers[0], 0.1, 1.0, 4), *(StepLR(o, 2, 0.5) for o in optimizers[1:])]
+    return dict.fromkeys(reversed(made))
 
 
 CASES: dict[str, tuple[Make, Schedule]] = {name: (make, lambda _: []) for name, make in every()} | {
