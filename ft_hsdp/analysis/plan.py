@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
-from ft_hsdp.analysis.costs import Assumptions, option, replicated_ratio, wasted_time
+from ft_hsdp.analysis.costs import Assumptions, option, replicated_ratio
 from ft_hsdp.analysis.fewer_ranks import fewer_ranks, tensors
 from ft_hsdp.analysis.plan_table import Document, size_of
-from ft_hsdp.analysis.reliability import DAY_S, MONTH_DAYS, CopyFigures, Reliability, reliability
+from ft_hsdp.analysis.reliability import DAY_S, MONTH_DAYS, worth
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.memory.copies import SLOTS, MemberHosts, Plan, default_copies, room, unmet
+from ft_hsdp.memory.copies import SLOTS, MemberHosts, Plan, default_copies, missing_copies, room, unmet
 from ft_hsdp.memory.hosts import Host, Level, known, locate
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 STATE_BYTES = 12  # of a parameter: fp32 weight and AdamW's two moments
 MAX_HOSTS = 16_384  # of all replicas; the exact figures of so many take some seconds
-MOST_LOST = 8
 BOUNDS = {"_per_month": (1e-9, 1e5), "_gbps": (1e-6, 1e6), "_s": (1e-6, 1e9)}  # of assumptions, by their units
 GIGABIT = 1e9 / 8
 
@@ -64,15 +64,23 @@ def plan(
         least = f"{SLOTS * shard / 1e9:.3g} or more: {SLOTS} of a shard of {size_of(shard)}; or null"
         raise ConfigError("memory.budget_gb", budget, least)
     kept_every = config.checkpoint.every or config.train.steps  # without checkpoints, a lost state costs all steps
-    found = reliability(replicas, [shard] * ranks, wanted, level, assumptions, kept_every, most, every, MOST_LOST)
+    members = [MemberHosts(n, tuple(each), True) for n, each in enumerate(replicas)]
+    made = missing_copies(members, wanted, level, most)
+    if asked is not None and made.unprotected:
+        raise ConfigError("memory.copies", asked, unmet(members, asked, level, most))
     network, storage = (gbps * GIGABIT for gbps in (assumptions.network_gbps, assumptions.storage_gbps))
     retrieval = shard * ranks / len(set(replicas[0])) / network
     writing = shard * ranks / storage
     stored = max(kept_every * assumptions.step_s, writing), writing
-    if asked is not None and found.plan.unprotected:
-        members = [MemberHosts(n, tuple(each), True) for n, each in enumerate(replicas)]
-        raise ConfigError("memory.copies", asked, unmet(members, asked, level, most))
-    protected, why = _protection(everywhere, level, wanted, found.plan)
+    alone = [tuple(dict.fromkeys(hosts)) for hosts in zip(*replicas, strict=True)]  # the holders of each shard
+    copied: list[list[Host]] = [[] for _ in alone]
+    for copy in made.copies:
+        copied[copy.rank].append(copy.holder)
+    held = [(*hosts, *copies) for hosts, copies in zip(alone, copied, strict=True)]
+    figures = partial(worth, stored=stored, checkpoint_every=kept_every)
+    step_s, steps = assumptions.step_s, every if made.copies else 1
+    protected, why = _protection(everywhere, level, wanted, made)
+    rows = [*_host_rows(replicas, spares, made, shard)]
     return {
         "job": config.job.name,
         "replicas": len(replicas),
@@ -85,13 +93,16 @@ def plan(
         "every": every,
         "protected": protected,
         "why": why,
-        "hosts": [*_host_rows(replicas, spares, found)],
-        "shards": [*_shard_rows(found)],
-        "host_bytes": max(found.host_bytes.values()),
-        "copied_bytes_per_step": found.copied_bytes / every,
-        "copy_s": _sent(found, shard) / network,
-        "with_copies": _figures(found.with_copies, every * assumptions.step_s, retrieval, stored),
-        "replicas_alone": _figures(found.without_copies, assumptions.step_s, retrieval, stored),
+        "hosts": rows,
+        "shards": [
+            {"rank": rank, "holders": [*map(str, hosts)], "copies": [*map(str, copied[rank])]}
+            for rank, hosts in enumerate(alone)
+        ],
+        "host_bytes": max(row["bytes"] for row in rows),
+        "copied_bytes_per_step": shard * len(made.copies) / every,
+        "copy_s": max(len(row["copies"]) for row in rows) * shard / network,
+        "with_copies": figures(held, len(replicas), assumptions, steps, (every * step_s, retrieval)),
+        "replicas_alone": figures(alone, len(replicas), assumptions, 1, (step_s, retrieval)),
         "effective_ratio_stalls": _with_stalls(assumptions, replicas),
         "fewer_ranks": fewer_ranks(config, assumptions, replicas, shard * ranks),
         "assumptions": {**asdict(assumptions), "steps_between_checkpoints": kept_every},
@@ -141,10 +152,10 @@ def _host(config: Config, name: str) -> Host:
 
 
 def _host_rows(
-    replicas: Sequence[Sequence[Host]], spares: Iterable[Host], found: Reliability
+    replicas: Sequence[Sequence[Host]], spares: Iterable[Host], made: Plan, shard: int
 ) -> Iterator[Document]:
     copies: dict[str, list[list[int]]] = {}
-    for copy in found.plan.copies:
+    for copy in made.copies:
         copies.setdefault(copy.holder.name, []).append([copy.replica, copy.rank])
     placed: dict[Host, tuple[int | None, list[int]]] = {}
     for replica, hosts in enumerate(replicas):
@@ -156,56 +167,9 @@ def _host_rows(
             "host": str(host),
             "replica": where,
             "ranks": ranks,
-            "copies": copies.get(host.name, []),  # of [replica, rank]
-            "bytes": found.host_bytes.get(host.name, 0),
+            "copies": (kept := copies.get(host.name, [])),  # of [replica, rank]
+            "bytes": SLOTS * shard * (len(ranks) + len(kept)),
         }
-
-
-def _shard_rows(found: Reliability) -> Iterator[Document]:
-    made = {(copy.rank, copy.holder) for copy in found.plan.copies}
-    for rank, hosts in enumerate(found.holders):
-        yield {
-            "rank": rank,
-            "holders": [str(host) for host in hosts if (rank, host) not in made],
-            "copies": [str(host) for host in hosts if (rank, host) in made],
-        }
-
-
-def _sent(found: Reliability, shard: int) -> int:
-    """Return the bytes of copies that the busiest host takes."""
-    taken: dict[str, int] = {}
-    for copy in found.plan.copies:
-        taken[copy.holder.name] = taken.get(copy.holder.name, 0) + shard
-    return max(taken.values(), default=0)
-
-
-def _figures(figures: CopyFigures, interval: float, retrieval: float, stored: tuple[float, float]) -> Document:
-    """Return the figures of one side; all times are in seconds.
-
-    A state of which all copies are made follows after ``interval``; a host reads its part of it in ``retrieval``.
-    ``stored`` has the time between two checkpoints, and that in which one is written or read.
-    """
-    survives = [
-        {
-            "lost": lost,
-            "survives": None if kept is None else float(kept),
-            "state_lost": None if kept is None else float(1 - kept),
-        }
-        for lost, kept in figures.survives.items()
-    ]
-    # GEMINI's equation 1: copies are made beside training, so only half an interval and the reading are wasted.
-    in_memory = figures.survives.get(1) == 1
-    wasted = wasted_time(0.0, interval, retrieval) if in_memory else wasted_time(stored[1], *stored)
-    return {
-        "lost_hosts": survives,
-        "lost_domains": {level: {"fatal": n, "known": known} for level, (n, known) in figures.fatal.items()},
-        "hosts_until_loss": figures.until_loss,
-        "losses_per_month": figures.losses_per_month,
-        "failure_costs_s": figures.lost_s,
-        "wasted_s": wasted,
-        "effective_ratio": figures.ratio,
-        "effective_ratio_renewal": figures.renewal,
-    }
 
 
 def _with_stalls(assumptions: Assumptions, replicas: Sequence[Sequence[Host]]) -> float | None:
