@@ -6,9 +6,10 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -38,14 +39,17 @@ GRANT = protocol.sign(TOKEN, Grant(1, 1, STATE, (Member(0, "0-x-0", "contribute"
 
 
 @asynccontextmanager
-async def client_of(handler: Callable[[httpx.Request], httpx.Response]) -> AsyncIterator[LighthouseClient]:
-    there = httpx.MockTransport(proving(handler, TOKEN))
-    http = httpx.AsyncClient(auth=TokenProof(TOKEN), transport=there)
-    client = LighthouseClient(("http://lighthouse",), TOKEN, http=http)
+async def following(there: Any, urls: tuple[str, ...], auth: TokenProof | None) -> AsyncIterator[LighthouseClient]:
+    """A client of what answers ``there``."""
+    client = LighthouseClient(urls, TOKEN, http=httpx.AsyncClient(auth=auth, transport=httpx.MockTransport(there)))
     try:
         yield client
     finally:
         await client.close()
+
+
+def client_of(handler: Callable[[httpx.Request], httpx.Response]) -> AbstractAsyncContextManager[LighthouseClient]:
+    return following(proving(handler, TOKEN), ("http://lighthouse",), TokenProof(TOKEN))
 
 
 def answer(message: object) -> Callable[[httpx.Request], httpx.Response]:
@@ -208,9 +212,7 @@ async def test_a_proxy_that_repeats_old_answers_is_not_believed() -> None:
         kept.append(good)
         return good if len(kept) == 1 else httpx.Response(200, content=kept[0].content, headers=kept[0].headers)
 
-    there = httpx.MockTransport(handler)
-    async with httpx.AsyncClient(auth=TokenProof(TOKEN), transport=there) as http:
-        follow = LighthouseClient(("http://lighthouse",), TOKEN, http=http)
+    async with following(handler, ("http://lighthouse",), TokenProof(TOKEN)) as follow:
         assert (await follow.post("/v1/quorum", b"{}")).content == protocol.encode(Continue(3, 0))
         with pytest.raises(LighthouseUnreachable, match="does not know the job's token"):
             await follow.post("/v1/quorum", b"{}")
@@ -254,6 +256,9 @@ class Sea:
         self.hint: str | None = None
         self.asked: list[str] = []
 
+    def followed(self, urls: tuple[str, ...] = URLS) -> AbstractAsyncContextManager[LighthouseClient]:
+        return following(self.answer, urls, None)
+
     async def answer(self, request: httpx.Request) -> httpx.Response:
         name = request.url.host
         how = self.how[name]
@@ -277,20 +282,10 @@ class Sea:
         return httpx.Response(503, json={"detail": "stands by", "leader": self.hint})
 
 
-@asynccontextmanager
-async def following(sea: Sea, urls: tuple[str, ...] = URLS) -> AsyncIterator[LighthouseClient]:
-    client = httpx.AsyncClient(transport=httpx.MockTransport(sea.answer))
-    follow = LighthouseClient(urls, TOKEN, http=client)
-    try:
-        yield follow
-    finally:
-        await follow.close()
-
-
 async def test_the_leader_is_found_by_a_hint_and_kept_to() -> None:
     sea = Sea(a="stands by", b="stands by", c="leads")
     sea.hint = f"{C}/"
-    async with following(sea) as follow:
+    async with sea.followed() as follow:
         for _ in range(3):
             assert (await follow.post("/v1/x", b"")).text == "from c"
         assert sea.asked == ["a", "c", "c", "c"]
@@ -303,7 +298,7 @@ async def test_one_that_moved_is_found_where_the_run_says(tmp_path: Path, there:
     if there is not None:
         file.write_text(there)
     sea = Sea(a="down", c="leads")
-    async with following(sea) as _, httpx.AsyncClient(transport=httpx.MockTransport(sea.answer)) as client:
+    async with sea.followed() as _, httpx.AsyncClient(transport=httpx.MockTransport(sea.answer)) as client:
         follow = LighthouseClient((A,), TOKEN, file=file, http=client)
         with pytest.raises(LighthouseUnreachable):
             await follow.post("/v1/x", b"")
@@ -317,7 +312,7 @@ async def test_a_hint_at_a_stranger_is_not_followed() -> None:
     """Requests go only where the job's own list says."""
     sea = Sea(a="stands by", b="leads", c="down", evil="leads")
     sea.hint = "http://evil:1"
-    async with following(sea) as follow:
+    async with sea.followed() as follow:
         assert (await follow.post("/v1/x", b"")).text == "from b"
         assert "evil" not in sea.asked
 
@@ -325,7 +320,7 @@ async def test_a_hint_at_a_stranger_is_not_followed() -> None:
 async def test_a_hint_at_a_leader_that_is_down_does_not_go_round_for_ever() -> None:
     sea = Sea(a="down", b="stands by", c="stands by")
     sea.hint = A
-    async with following(sea) as follow:
+    async with sea.followed() as follow:
         try:
             response = await follow.post("/v1/x", b"")
         except LighthouseUnreachable:
@@ -339,7 +334,7 @@ async def test_a_hint_at_a_leader_that_is_down_does_not_go_round_for_ever() -> N
 
 
 async def test_nobody_leads_is_an_answer_of_503() -> None:
-    async with following(Sea(a="stands by", b="stands by", c="stands by")) as follow:
+    async with Sea(a="stands by", b="stands by", c="stands by").followed() as follow:
         assert (await follow.post("/v1/x", b"")).status_code == 503
 
 
@@ -348,7 +343,7 @@ async def test_an_open_poll_is_left_when_its_lighthouse_freezes_or_leads_no_more
     """One that is slow but well is waited for."""
     monkeypatch.setattr(lighthouse_client, "PROBE_S", 0.1)
     sea = Sea(a="slow", b="leads", c="down")
-    async with following(sea) as follow:
+    async with sea.followed() as follow:
         asking = asyncio.create_task(follow.post("/v1/x", b""))
         await asyncio.sleep(0.5)
         assert not asking.done(), "a long poll was given up"
@@ -357,7 +352,7 @@ async def test_an_open_poll_is_left_when_its_lighthouse_freezes_or_leads_no_more
 
 
 async def test_a_poll_can_be_cancelled() -> None:
-    async with following(Sea(a="hangs", b="hangs", c="hangs")) as follow:
+    async with Sea(a="hangs", b="hangs", c="hangs").followed() as follow:
         asking = asyncio.create_task(follow.post("/v1/x", b""))
         await asyncio.sleep(0.05)
         asking.cancel()
@@ -367,7 +362,7 @@ async def test_a_poll_can_be_cancelled() -> None:
 
 async def test_the_only_one_is_asked_once_whatever_it_answers() -> None:
     sea = Sea(a="stands by")
-    async with following(sea, (A,)) as follow:
+    async with sea.followed((A,)) as follow:
         assert (await follow.post("/v1/x", b"")).status_code == 503
         assert sea.asked == ["a"]
         sea.how["a"] = "down"
@@ -391,11 +386,9 @@ async def test_json_that_is_no_object_is_no_hint(content: bytes) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200 if request.url.host == "b" else 503, content=content)
 
-    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    follow = LighthouseClient((A, B), TOKEN, http=client)
-    assert (await follow.post("/v1/x", b"")).status_code == 200
-    assert follow.url == B
-    await follow.close()
+    async with following(answer, (A, B), None) as follow:
+        assert (await follow.post("/v1/x", b"")).status_code == 200
+        assert follow.url == B
 
 
 # Where a machine says that it is: always an address, never one at which nobody can be reached.

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch import cli
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.run.directory import RunDir, identity, write_json
-from tests.support.launch.launch_rows import event
+from tests.support.launch.launch_rows import event, written
 
 HOST = socket.gethostname()
 ROOT = Path(__file__).parents[2]
@@ -164,11 +163,9 @@ def test_status_is_one_json_document(config: str, capsys: pytest.CaptureFixture[
 
 def test_explain_tells_every_decision_with_its_reason_and_each_failure(config, capsys) -> None:
     run = _run()
-    log = LineWriter(run.events)
-    log.write(event("EpochGranted", 10.0, epoch=1, step=1, members=[0, 1, 2]))
-    log.write(event("ReplicaExited", 12.5, replica=1, kind="SIGKILL", incarnation="1-a-0", rank=1))
-    log.write(event("SomethingNew", 13.0, replica=1, rank=0))
-    log.close()
+    exited = event("ReplicaExited", 12.5, replica=1, kind="SIGKILL", incarnation="1-a-0", rank=1)
+    granted = event("EpochGranted", 10.0, epoch=1, step=1, members=[0, 1, 2])
+    written(run.events, granted, exited, event("SomethingNew", 13.0, replica=1, rank=0))
     failure = {"t": 12.4, "replica": 1, "rank": 1, "kind": "SIGKILL", "detect_s": 0.003, "stall_s": 0.4}
     write_json(run.summary, {"failures": [{**failure, "rejoin_s": 3.9, "source": "0"}], "lost": [2]})
     assert main(["explain", "job"]) == 0
@@ -185,9 +182,7 @@ def test_explain_tells_every_decision_with_its_reason_and_each_failure(config, c
 def test_without_a_supervisor_explain_reads_what_each_process_logged(config, capsys) -> None:
     run = _run()
     for path, t in ((run.lighthouse_events, 2.0), (run.replica_events(0), 1.0), (run.injections(0), 3.0)):
-        log = LineWriter(path)
-        log.write(event("Waiting", t))
-        log.close()
+        written(path, event("Waiting", t))
     assert main(["explain", "runs/job"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0.000", "1.000", "2.000"]
 

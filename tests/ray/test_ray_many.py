@@ -13,24 +13,11 @@ import psutil
 import pytest
 
 from ft_hsdp.launch.run.directory import read_json
-from tests.ray.test_ray_submit import audit
 from tests.support.launch.ray_cluster import SMALL, Cluster, Job
-from tests.support.started_job import config_of_text, launcher, overrides
+from tests.support.started_job import check, config_of_text, launcher, overrides
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
-
-GONE_S = 30.0
-
-
-def nothing_is_left(cluster: Cluster) -> None:
-    """Of a job that has ended; Ray may need a moment where it has to find out by itself."""
-
-    def gone() -> bool:
-        known = cluster.ask()
-        return not (known["actors"] or known["groups"] or cluster.ours())
-
-    until(gone, "all has ended", GONE_S, lambda: f"{cluster.ask()} {cluster.ours()}")
 
 
 @pytest.mark.soak
@@ -51,7 +38,7 @@ def test_places(tmp_path: Path) -> None:
         done = {n: r for n, r in summary["replicas"].items() if r["digest"]}
         assert set(done) == {"0", "1"}
         assert len({r["digest"] for r in done.values()}) == 1
-        nothing_is_left(cluster)
+        cluster.emptied()
 
 
 @pytest.mark.soak
@@ -71,7 +58,7 @@ def test_whatever_ends_it_nothing_is_left(tmp_path: Path) -> None:
                     job.until(lambda job=job: job.events("ReplicaUnplaced"), "the word on replica 2")
                 os.kill(job.process.pid, number)
                 assert job.process.wait(60) == code, job.tail()
-            nothing_is_left(cluster)
+            cluster.emptied()
         assert [p.name for p in job.nodes.iterdir()] == [".cache"]  # what the killed one left is swept
 
         with Job(cluster, tmp_path / "crowd", 5000, replicas=2) as job:
@@ -101,7 +88,7 @@ def test_the_jobs_api(tmp_path: Path) -> None:
         peace = aside.submit(stopped_in_peace, cluster, [config, *at, *words, *alone], tmp_path)
         done = launcher("submit", config, *at, *words, "--json", env=cluster.env, deadline_s=240)
         assert done.returncode == 0, done.stderr
-        audit(json.loads(done.stdout), 20)
+        check(json.loads(done.stdout), 20)
         assert "step 20/20" in done.stderr
         assert read_json(tmp_path / "runs" / "run" / "summary.json") == json.loads(done.stdout)
         refused = refusal.result()
@@ -112,7 +99,7 @@ def test_the_jobs_api(tmp_path: Path) -> None:
         assert "2 replicas equal" in done.stdout
         assert cluster.token not in done.stdout + done.stderr
         peace.result()
-        nothing_is_left(cluster)
+        cluster.emptied()
 
 
 def uploaded(cluster: Cluster, url: str, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:

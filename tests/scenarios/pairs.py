@@ -8,7 +8,6 @@ pairs in it are not run again.
 
 import argparse
 import contextlib
-import json
 import shutil
 import signal
 import subprocess
@@ -29,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # this file is a command, to
 import psutil
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import LineWriter
-from ft_hsdp.launch.run.directory import RunDir, Tailer
-from ft_hsdp.launch.run.verify import verify
+from ft_hsdp.launch.run.directory import RunDir, Tailer, read_jsonl
 from tests.support import os_faults
+from tests.support.launch.launch_rows import written
 from tests.support.scenarios.pairs_plan import REPLICAS, Fault, Pair, pair
 from tests.support.scenarios.scenario_job import Job
+from tests.support.started_job import check
 
 ROOT = Path(__file__).parents[2]
 STANDSTILL_S = 30.0
@@ -104,17 +103,6 @@ class Watch:
 Row = dict[str, Any]
 
 
-def read(file: Path) -> list[Row]:
-    """The jobs in a report, one a line; none where there is no file."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def append(file: Path, job: Row) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as lines:
-        lines.write(json.dumps(job) + "\n")
-
-
 def numbers_done(jobs: Sequence[Row], seed: int) -> set[int]:
     """The numbers of the pairs of this seed that were run."""
     return {pair["number"] for job in jobs if job["seed"] == seed for pair in job["pairs"]}
@@ -181,13 +169,13 @@ class Injured:
                     return str(error), time.monotonic()
                 time.sleep(0.2)
         replica = injection.replica if injection.replica is not None else 0
-        _log(self.run, replica, made.event)
+        written(self.run.injections(replica), made.event)
         now = time.monotonic()
         if injection.for_s == 0:
             return "", now
 
         def lift() -> None:
-            _log(self.run, replica, made.lifted(f"{injection.for_s:g} s are over"))
+            written(self.run.injections(replica), made.lifted(f"{injection.for_s:g} s are over"))
 
         threading.Timer(injection.for_s, lift).start()
         return "", now + injection.for_s
@@ -245,28 +233,12 @@ class Injured:
                 self.breaches.append(f"no commit, and no end, for {still:.0f} s at step {self.watch.step}")
                 return
             time.sleep(0.1)
-        self._check(self.job.process.wait())
-
-    def _check(self, code: int) -> None:
-        say = self.breaches.append
         try:
-            summary = json.loads((self.run.path / "summary.json").read_text())
-        except (OSError, ValueError) as error:
-            say(f"exit {code}, and no summary: {error}")
-            return
-        if code != 0:
-            say(f"exit {code}; lost {summary.get('lost')}")
-        if summary["steps"] != self.steps:
-            say(f"{summary['steps']} of {self.steps} steps")
-        ends = {(r["step"], r["lineage"], r["digest"]) for r in summary["replicas"].values() if r["digest"]}
-        if len(ends) > 1:
-            say(f"replicas ended with {len(ends)} different states")
-        for what in ("duplicated", "skipped"):
-            if summary["batches"][what]:
-                say(f"{summary['batches'][what]} batches {what}")
+            check(self.job.end(), self.steps)
+        except (AssertionError, OSError, ValueError) as error:
+            self.breaches.append(str(error))
         if self.job.events("StateDiverged"):
-            say("two live states differed (StateDiverged)")
-        self.breaches.extend(verify(self.run).breaches)
+            self.breaches.append("two live states differed (StateDiverged)")
 
     def told(self, seed: int) -> dict[str, Any]:
         self.watch.close()
@@ -280,12 +252,6 @@ class Injured:
             "wall_s": seen[-1].t - seen[0].t if seen else 0.0,
             "useful_s": self.watch.useful_s,
         }
-
-
-def _log(run: RunDir, replica: int, event: dict[str, Any]) -> None:
-    log = LineWriter(run.injections(replica))
-    log.write(event)
-    log.close()
 
 
 def _commit() -> str:
@@ -339,16 +305,16 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job that runs ends, too
     end, rate = time.monotonic() + args.minutes * 60, 4.0
-    known = numbers_done(read(args.report), args.seed)
+    known = numbers_done(read_jsonl(args.report), args.seed)
     left = args.only or [n for n in range(args.pairs) if n not in known]
     for pairs in list(jobs(args.seed, left)):
         while pairs and time.monotonic() < end:
             told, pairs = run(args.seed, pairs, rate, args.keep)
-            append(args.report, told)
+            written(args.report, told)
             rate = min(30.0, max(2.0, told["steps"] / max(told["wall_s"], 1.0)))
             for done in told["pairs"]:
                 print(_line(done), flush=True)
-    said = read(args.report)
+    said = read_jsonl(args.report)
     print("\n".join(lines(said)))
     return 1 if any(job["breaches"] for job in said) else 0
 

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from ft_hsdp.launch.run.directory import RunDir
-from tests.support.scenarios.scenario_job import DEADLINE_S, SMALL, Job, check, own_disk
+from tests.support.scenarios.scenario_job import DEADLINE_S, SMALL, Job, own_disk
+from tests.support.started_job import check
 from tests.support.torchrun_job import TorchrunJob
 from tests.support.warm import COLD
 

@@ -1,5 +1,6 @@
 """A real job, started, asked for its status and ended: its tokens stand in their files and nowhere else."""
 
+import contextlib
 import ipaddress
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import psutil
 import pytest
 
 from ft_hsdp.secret import worker_token
+from tests.support.os_faults import listeners
 from tests.support.running import running
 from tests.support.scenarios.scenario_job import Job
 from tests.support.started_job import launcher
@@ -26,22 +28,17 @@ def command_lines(job: Job) -> str:
     """What everybody on this machine may read of the job's processes."""
     lines = []
     for process, line in running(job.process.pid).items():
-        try:
+        with contextlib.suppress(psutil.Error):
             lines += [*line, process.name()]
-        except psutil.Error:
-            continue
     return "\n".join(lines)
 
 
-def listeners(pid: int) -> set[tuple[int, str]]:
+def listening(pid: int) -> set[tuple[int, str]]:
     """Every (pid, address) at which a process and its descendants listen."""
     found = set()
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        try:
-            each = process.net_connections(kind="inet")
-        except psutil.Error:
-            continue
-        found |= {(process.pid, c.laddr.ip) for c in each if c.status == psutil.CONN_LISTEN}
+        with contextlib.suppress(psutil.Error):
+            found |= {(process.pid, host) for host, _ in listeners(process.pid)}
     return found
 
 
@@ -62,7 +59,7 @@ def test_the_tokens_stand_in_their_files_alone_and_a_job_on_loopback_listens_now
                 told = launcher("status", "--json", "--runs-dir", str(job.run.parent), cwd=tmp_path)
                 said += told.stdout + told.stderr
                 ranks = {job.pid(replica, rank) for replica in (0, 1) for rank in (0, 1)}
-                found.update(listeners(job.process.pid))
+                found.update(listening(job.process.pid))
                 assert ranks <= {pid for pid, _ in found}
                 where.extend({ip for pid, ip in found if pid == job.pid(0, rank)} for rank in (0, 1))
             return job.process.poll() is not None

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.scenarios.scenario_job import ROOT, Job, check
-from tests.support.started_job import StartedJob, overrides
+from tests.support.scenarios.scenario_job import ROOT, Job
+from tests.support.started_job import StartedJob, check, overrides
 
 MARK = "# FT"
 COUNTING = "tests/integrations/counting_loop.py"  # our own loop of the examples that count; args: of which

@@ -16,8 +16,8 @@ from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.verify import verify
 from tests.support import warm
 from tests.support.machines import TMP, Machine, Rig
-from tests.support.scenarios.scenario_job import check
 from tests.support.slow_script import write_slow_script
+from tests.support.started_job import check
 from tests.support.torchrun_job import ROOT, TorchrunJob
 
 STEPS, STEP_S = 40, 0.8  # they last until a machine is back, on a slow one, too; then they take no time

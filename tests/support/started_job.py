@@ -117,3 +117,20 @@ class StartedJob:
         assert got == code, f"exit {got}, wanted {code}:\n{self.tail()}"
         summary: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
         return summary
+
+    def ends_at(self, steps: int, deadline_s: float | None = None) -> dict[str, Any]:
+        """Wait for the end after a last step, and check it; the summary."""
+        summary = self.end(deadline_s=deadline_s)
+        check(summary, steps)
+        return summary
+
+
+def check(summary: dict[str, Any], steps: int) -> None:
+    """What must hold at the end of every run, whatever happened on the way."""
+    assert summary["steps"] == steps
+    assert not summary.get("lost")
+    ends = {(r["step"], r["lineage"], r["digest"]) for r in summary["replicas"].values()}
+    assert len(ends) == 1, ends
+    assert ends.pop()[0] == steps
+    assert summary["batches"]["duplicated"] == 0
+    assert summary["batches"]["skipped"] == 0

@@ -9,7 +9,8 @@ import pytest
 
 from tests.compatibility.cases import CASES
 from tests.compatibility.test_compatibility import SCRIPT
-from tests.support.scenarios.scenario_job import ROOT, Job, check
+from tests.support.scenarios.scenario_job import ROOT, Job
+from tests.support.started_job import check
 
 pytestmark = pytest.mark.multiproc
 

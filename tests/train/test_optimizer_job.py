@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.scenarios.scenario_job import ROOT, Job, check
+from tests.support.scenarios.scenario_job import ROOT, Job
+from tests.support.started_job import check
 
 LOOP = ROOT / "tests" / "support" / "launch" / "muon_loop.py"
 SETTINGS: dict[str, Any] = {

@@ -1,4 +1,3 @@
-import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ import pytest
 from ft_hsdp.config import parse
 from ft_hsdp.launch.run import follow
 from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl, write_job_files
-from tests.support.launch.launch_rows import commit
+from tests.support.launch.launch_rows import commit, written
 from tests.support.waiting import until
 
 FINISHED = {"t": 9.0, "event": "JobFinished", "source": "lighthouse", "reason": "final state (1, 2, ab)"}
@@ -33,19 +32,13 @@ def following(run: RunDir) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def append(path: Path, *rows: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write("".join(f"{json.dumps(row)}\n" for row in rows))
-
-
 def test_the_figures_are_written_when_the_job_has_its_final_state(run: RunDir) -> None:
     run.metrics.write_text("what an earlier lighthouse of this run has seen\n")
     with following(run) as process:
-        append(run.commits(0), *(commit(step, who=(0,)) for step in (1, 2, 3)))
+        written(run.commits(0), *(commit(step, who=(0,)) for step in (1, 2, 3)))
         until(lambda: [r["step"] for r in read_jsonl(run.metrics)][:2] == [1, 2], "metrics while the job runs")
         assert not run.summary.exists()
-        append(run.lighthouse_events, FINISHED)
+        written(run.lighthouse_events, FINISHED)
         until(run.summary.exists, "the summary")
         assert read_json(run.summary)["steps"] == 3
         assert [r["step"] for r in read_jsonl(run.metrics)] == [1, 2, 3]
@@ -54,21 +47,21 @@ def test_the_figures_are_written_when_the_job_has_its_final_state(run: RunDir) -
 
 
 def test_it_ends_with_the_lighthouse_and_then_writes_the_summary_of_a_job_that_has_ended_only(run: RunDir) -> None:
-    append(run.commits(0), commit(1, who=(0,)))
+    written(run.commits(0), commit(1, who=(0,)))
     follow.follow(run, 1)  # this is not the pid of the parent: it is gone
     assert not run.summary.exists()
-    append(run.lighthouse_events, FINISHED)
+    written(run.lighthouse_events, FINISHED)
     follow.follow(run, 1)
     assert read_json(run.summary)["steps"] == 1
 
 
 def test_two_lighthouses_of_one_folder_have_one_writer(run: RunDir) -> None:
-    append(run.commits(0), commit(1, who=(0,)))
+    written(run.commits(0), commit(1, who=(0,)))
     with following(run) as process:
         until(run.metrics.exists, "it has begun")
         follow.follow(run, 1)
         assert not run.summary.exists()
-        append(run.lighthouse_events, FINISHED)
+        written(run.lighthouse_events, FINISHED)
         until(run.summary.exists, "the summary")
         assert process.wait(10) == 0
 

@@ -14,6 +14,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.trace import trace, write
 from tests.support.launch import launch_rows
+from tests.support.launch.launch_rows import written
 
 T = 1_700_000_000.0
 REQUIRED = {"X": {"dur"}, "i": {"s"}, "C": {"args"}, "M": {"args"}}
@@ -156,19 +157,14 @@ def test_whatever_was_logged_the_trace_is_valid(events: Any, one: Any, other: An
     check(trace("run", events, {0: one, 1: other}, one))
 
 
-def lines(path: Path, *rows: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.mark.parametrize("merged", [True, False])
 def test_a_run_directory(tmp_path: Path, merged: bool) -> None:
     run = RunDir(tmp_path / "run")
-    lines(run.commits(0), commit(1, 1.0), commit(2, 2.0))
-    lines(run.commits(1), commit(1, 1.0))
-    lines(run.replica_events(0), event("CheckedIn", 0.5, 0, 0, incarnation="0-x-0"))
+    written(run.commits(0), commit(1, 1.0), commit(2, 2.0))
+    written(run.commits(1), commit(1, 1.0))
+    written(run.replica_events(0), event("CheckedIn", 0.5, 0, 0, incarnation="0-x-0"))
     if merged:
-        lines(run.metrics, commit(1, 1.0), commit(2, 2.0))
+        written(run.metrics, commit(1, 1.0), commit(2, 2.0))
     path = write(run)
     assert path == run.path / "trace.json"
     shown = check(json.loads(path.read_text()))
@@ -180,6 +176,6 @@ def test_a_run_directory(tmp_path: Path, merged: bool) -> None:
 def test_nothing_recorded_and_no_place_to_write_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^run: got .*; allowed: a run that has recorded something$"):
         write(RunDir(tmp_path))
-    lines(RunDir(tmp_path).commits(0), commit(1, 1.0))
+    written(RunDir(tmp_path).commits(0), commit(1, 1.0))
     with pytest.raises(ConfigError, match=r"^OUT: got .*; allowed: a file that can be written \(No such file"):
         write(RunDir(tmp_path), tmp_path / "no" / "where.json")

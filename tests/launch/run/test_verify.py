@@ -12,7 +12,7 @@ from ft_hsdp.launch import cli
 from ft_hsdp.launch.run.directory import Row, RunDir, write_json
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.verify import verify
-from tests.support.launch.launch_rows import commit, event, fed
+from tests.support.launch.launch_rows import commit, event, fed, written
 
 STEPS = 12
 CONFIG = parse({"replicas": 3, "ranks_per_replica": 1, "train": {"steps": STEPS}})
@@ -391,7 +391,7 @@ def test_each_breach_is_found(request: pytest.FixtureRequest, kind: str) -> None
 def test_what_a_full_disk_cost_is_not_held_against_a_run(run: RunDir) -> None:
     drop(run.fed(1), 3)
     lost = event("LogLinesLost", 1003.5, file="fed.jsonl", lines=1, since=1002.0, replica=1)
-    LineWriter(run.events).write(lost)
+    written(run.events, lost)
     found = verify(run)
     assert (found.breaches, found.lost) == ([], 1)
     assert any("lost lines" in line for line in found.lines)
@@ -425,11 +425,8 @@ def test_logged_values_stand_in_the_metrics_once_and_not_of_steps_that_did_not_l
         return {"t": 1000.0 + step, "step": step, "epoch": epoch, "values": values, "incarnation": "0-a-0"}
 
     broken(run)
-    log = LineWriter(run.logged(0))
-    for each in (row(2, 1, a=0.5), row(4, 1, a=1.0), row(4, 2, a=2.0), row(STEPS, 3, a=3.0)):
-        log.write(each)
-    log.write({"step": "none"})
-    log.close()
+    told = (row(2, 1, a=0.5), row(4, 1, a=1.0), row(4, 2, a=2.0), row(STEPS, 3, a=3.0))
+    written(run.logged(0), *told, {"step": "none"})
     run.metrics.unlink()
     record(run)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
@@ -447,7 +444,7 @@ def test_incarnations_that_trained_on_other_data_are_found(run: RunDir) -> None:
     for replica, length in enumerate(("160", "160", "159")):
         facts = {"length": length, "sample 0": "random" if replica else "ab"}
         row = event("FirstStepCommitted", 1001.0, source="replica", replica=replica, step=1, data=facts)
-        LineWriter(run.events).write(row)
+        written(run.events, row)
     (breach,) = verify(run).breaches
     assert breach.startswith("events.jsonl:")
     assert "length 159; expected: 160" in breach

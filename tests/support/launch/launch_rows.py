@@ -1,11 +1,21 @@
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ft_hsdp.analysis.failures import Failures
 from ft_hsdp.config import Config
+from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch.run.audit import UnitAudit
 from ft_hsdp.launch.run.directory import Row
 from ft_hsdp.launch.run.summary import RunTally, Summary
+
+
+def written(path: Path, *rows: Row) -> None:
+    """Append lines to a log of a run."""
+    log = LineWriter(path)
+    for row in rows:
+        log.write(row)
+    log.close()
 
 
 def commit(

@@ -18,6 +18,7 @@ import psutil
 
 from tests.support.running import running
 from tests.support.started_job import MODEL, ROOT, StartedJob, config_of_text, overrides
+from tests.support.waiting import until
 
 MARK = "FT_HSDP_TEST_CLUSTER"
 SUBMIT = (str(ROOT / "launcher.py"), "submit")
@@ -103,6 +104,15 @@ class Cluster:
         return [
             " ".join(line) for line in self.processes().values() if names & {w.partition(".")[0] for w in line}
         ]
+
+    def emptied(self) -> None:
+        """Wait until nothing is left of a job that has ended; Ray may have to find that out by itself."""
+
+        def gone() -> bool:
+            known = self.ask()
+            return not (known["actors"] or known["groups"] or self.ours())
+
+        until(gone, "all has ended", said=lambda: f"{self.ask()} {self.ours()}")
 
     def close(self) -> None:
         """End all nodes; whatever is left of them is killed."""

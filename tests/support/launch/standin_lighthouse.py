@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 
 from ft_hsdp.http_proof import HEADER
-from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch.run.directory import RunDir, write_json
 from tests.support.answering import Answering
+from tests.support.launch.launch_rows import written
 from tests.support.lighthouse.signed import proved
 
 
@@ -24,9 +24,8 @@ class Handler(Answering):
     def do_POST(self) -> None:
         said = json.loads(self.body())
         telemetry = self.path == "/v1/telemetry"
-        log = LineWriter(self.run.path / ("telemetry.jsonl" if telemetry else "pictures.jsonl"))
-        log.write(said if telemetry else said["body"])
-        log.close()
+        name = "telemetry.jsonl" if telemetry else "pictures.jsonl"
+        written(self.run.path / name, said if telemetry else said["body"])
         if telemetry:
             self._answer(None)
             return

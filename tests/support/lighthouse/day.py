@@ -3,6 +3,8 @@
 import math
 import random
 from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -201,17 +203,10 @@ def day(replicas: int = 20, hours: float = 24, seed: int = 7, ranks: int = 2) ->
         yield JournalEntry(seq, "event" if "event" in row else "commit", row)
 
 
-def write_day(path: Path, replicas: int = 20, hours: float = 24, seed: int = 7, ranks: int = 2) -> int:
-    """Write a day into a new database at ``path``; how many rows it has."""
-    database = SqliteDatabase(path)
-    try:
-        batch: list[JournalEntry] = []
-        for entry in day(replicas, hours, seed, ranks):
-            batch.append(entry)
-            if len(batch) == 5000:
-                database.append(batch)
-                batch = []
-        database.append(batch)
+def write_day(path: Path, replicas: int = 20, hours: float = 24, shift: float = 0.0) -> int:
+    """Write a day, ``shift`` seconds later, into a new database at ``path``; how many rows it has."""
+    with closing(SqliteDatabase(path)) as database:
+        rows = (JournalEntry(seq, kind, {**row, "t": row["t"] + shift}) for seq, kind, row in day(replicas, hours))
+        while batch := list(islice(rows, 5000)):
+            database.append(batch)
         return database.last
-    finally:
-        database.close()

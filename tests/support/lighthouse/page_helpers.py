@@ -17,6 +17,7 @@ from ft_hsdp.core.host_report import HostReport
 from ft_hsdp.protocol import ProcessReport, Telemetry
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.overview.overview import JournalEntry
+from tests.support.lighthouse.day import START, write_day
 from tests.support.lighthouse.guarded import REPLICAS
 from tests.support.lighthouse.lighthouse_helpers import TOKEN
 from tests.support.lighthouse.signed import BlockingProof
@@ -31,14 +32,7 @@ expect.set_options(timeout=WAIT_S * 1000)
 
 def write_past(path: Path, hours: float) -> None:
     """A day of ``hours`` that ends a second ago, in a new database."""
-    from tests.support.lighthouse.day import START, day
-
-    shift = time.time() - 1.0 - START - hours * 3600
-    database = SqliteDatabase(path)
-    entries = [JournalEntry(seq, kind, {**row, "t": row["t"] + shift}) for seq, kind, row in day(REPLICAS, hours)]
-    for first in range(0, len(entries), 5000):
-        database.append(entries[first : first + 5000])
-    database.close()
+    write_day(path, REPLICAS, hours, time.time() - 1.0 - START - hours * 3600)
 
 
 class Server:

@@ -10,7 +10,8 @@ import pytest
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.status import lines, status
 from tests.support.averaging_loop import EVALUATION_S, EVERY
-from tests.support.scenarios.scenario_job import ROOT, Job, check
+from tests.support.scenarios.scenario_job import ROOT, Job
+from tests.support.started_job import check
 
 SCRIPT = ROOT / "tests" / "support" / "averaging_loop.py"
 STEPS, TIMEOUT_S = 35, 1.5
