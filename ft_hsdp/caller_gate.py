@@ -167,7 +167,7 @@ class CallerGate:
         stranger.got += part
         answer = bytes(stranger.got)
         if not part or answer[: len(MAGIC)] != MAGIC[: len(answer)]:
-            self._drop(stranger)
+            self._drop(stranger, silent=not answer)  # it only looked whether somebody listens
         elif len(answer) == ANSWER_BYTES:
             self._decide(stranger, admit(self._token, self._purposes, stranger.challenge, answer))
 
@@ -202,12 +202,12 @@ class CallerGate:
         if not self._origins[stranger.origin]:
             del self._origins[stranger.origin]
 
-    def _drop(self, stranger: _Stranger) -> None:
+    def _drop(self, stranger: _Stranger, silent: bool = False) -> None:
         """Close a stranger's connection, and log some of them: a line for each could fill the disk."""
         self._forget(stranger)
-        self._unknown += 1
+        self._unknown += not silent
         now = time.monotonic()
-        if now - self._told >= TOLD_EVERY_S:
+        if not silent and now - self._told >= TOLD_EVERY_S:
             _log.warning("hung up on %d connections that did not prove the job's token", self._unknown)
             self._unknown, self._told = 0, now
         stranger.sock.close()

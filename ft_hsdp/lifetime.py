@@ -14,6 +14,9 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from ft_hsdp.jsonl import Queued
@@ -53,11 +56,34 @@ def wear(mark: str) -> None:
     A forked process shows the environment that its parent began with. So the value is written in its place, which
     has to be as long; a fork server begins with `UNMARKED`.
     """
+    place, size = _place_of_mark()
+    if size == len(mark):
+        ctypes.memmove(place, mark.encode(), size)
+    os.environ[MARK_VARIABLE] = mark
+
+
+@cache
+def _place_of_mark() -> tuple[int, int]:
+    """Return where the mark stands with which this process, or the one that forked it, began, and its length.
+
+    `os.environ` keeps a value that is set later elsewhere.
+    """
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
-    if (place := getenv(MARK_VARIABLE.encode())) and len(os.environ[MARK_VARIABLE]) == len(mark):
-        ctypes.memmove(place, mark.encode(), len(mark))
-    os.environ[MARK_VARIABLE] = mark
+    place = getenv(MARK_VARIABLE.encode())
+    return (place, len(os.environ[MARK_VARIABLE])) if place else (0, 0)
+
+
+def entitle(command: Sequence[str]) -> None:
+    """Have /proc show a command line for this process, a fork; words for which there is no room are left out.
+
+    It is written in the place of the line with which the process that forked it began.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
+    line = b"".join(word.encode() + b"\0" for word in command)[: max(end - start, 0)]
+    if line := line[: line.rfind(b"\0") + 1]:
+        ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
 
 
 def unmarked() -> dict[str, str]:

@@ -296,6 +296,16 @@ async def test_a_flood_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None
     assert len(caplog.records) == 1
 
 
+async def test_who_only_looks_whether_somebody_listens_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        async with Listener() as here:
+            sock = await here.stranger()
+            sock.shutdown(socket.SHUT_WR)
+            assert await hung_up_on(sock)
+            sock.close()
+    assert caplog.records == []
+
+
 def test_a_connection_on_loopback_has_neither_delay_nor_pacing() -> None:
     with address.bound("127.0.0.1") as listener:
         listener.listen()

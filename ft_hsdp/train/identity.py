@@ -24,14 +24,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ft_hsdp import fault_injection
+from ft_hsdp import fault_injection, secret
 from ft_hsdp.config import Config
-from ft_hsdp.control.lighthouse_client import own_address
+from ft_hsdp.control.lighthouse_client import own_address, urls_of_run
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Run
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.jsonl import read_object
 from ft_hsdp.lifetime import stop_signals
 from ft_hsdp.memory.hosts import locate, plain
-from ft_hsdp.state.agent.starter import Starter
+from ft_hsdp.secret import worker_token
+from ft_hsdp.state.agent.starter import AgentMain, Starter
 
 HOST_VARIABLE = "FT_HSDP_HOST"  # the name of the rank's host, if its machine has several
 HOSTS_VARIABLE = "FT_HSDP_HOSTS"  # the names of the hosts of all ranks of the replica, with commas between
@@ -94,18 +97,28 @@ class RankIdentity:
     hosts: tuple[str, ...] = ()  # where the replica was placed, the same names by rank; (): nobody has said it
 
 
-def begin(config: Config, place: RankPlace, incarnation: IncarnationId) -> RankIdentity:
+def begin(
+    config: Config, place: RankPlace, incarnation: IncarnationId, starter: Starter | None = None
+) -> RankIdentity:
     """Make this process a rank of ``incarnation``.
 
     Arms the failpoints of that incarnation, and starts the state agent of this host without waiting for it, if
     that is this rank's task and there is none.
+
+    Args:
+        config: The job's configuration.
+        place: Of this rank.
+        incarnation: Of its replica.
+        starter: Of the state agent, if it was started before (`early_agent`).
     """
     replica = incarnation.replica
     path = host_path(config.hosts.labels, os.environ)
     fault_injection.arm(config.debug.failpoints, replica, place.rank, incarnation.restarts)
     if config.takes_faults:
         fault_injection.watch(place.run, replica, place.rank)
-    starter = _start_agent(config, place, replica) if place.local_rank == 0 else None
+    if starter is None and place.local_rank == 0:
+        starter = agent_starter(config, place, replica)
+        starter.ensure()
     predecessors = tuple(str(each) for each in incarnation.predecessors)
     shared = os.environ.get(HOST_VARIABLE, "")
     hosts = tuple(filter(None, os.environ.get(HOSTS_VARIABLE, "").split(",")))
@@ -134,8 +147,34 @@ def host_path(labels: Mapping[str, str], environment: Mapping[str, str]) -> str:
     return str(locate(host_name(environment), labels, environment)[0])
 
 
-def _start_agent(config: Config, place: RankPlace, replica: int) -> Starter:
-    """Start the state agent of this host if there is none.
+def early_agent(config: Config, run: Path, replica: int, main: AgentMain) -> Starter | None:
+    """Start the state agent of this host as a fork of this process, if that is this rank's task.
+
+    To be called before anything of the user's runs: the agent would keep its memory.
+
+    Args:
+        config: The job's configuration.
+        run: The run's directory.
+        replica: The replica.
+        main: `state.agent.server.main`.
+
+    Returns:
+        What has started it; None if it is not known yet how.
+    """
+    if os.environ.get("LOCAL_RANK") != "0":
+        return None
+    with contextlib.suppress(OSError, ConfigError):  # `begin` finds it again, and says so
+        urls = urls_of_run(read_object(run / "lighthouse.json"))
+        place = RankPlace(0, 1, run.absolute(), urls, worker_token(secret.current(run / "token")), "", 0)
+        if urls:
+            starter = agent_starter(config, place, replica)
+            starter.ensure(fork=main)
+            return starter
+    return None
+
+
+def agent_starter(config: Config, place: RankPlace, replica: int) -> Starter:
+    """Return what starts the state agent of this host.
 
     It ends with our own launcher, which started this rank. Another launcher may end for each restart of a replica
     on several hosts: what the agent keeps has to outlive it then.
@@ -146,9 +185,7 @@ def _start_agent(config: Config, place: RankPlace, replica: int) -> Starter:
     log = place.run / "replicas" / str(replica) / f"agent-{host_name(os.environ)}.log"
     linger_s, tls, shared = config.timeouts.linger_s, config.network.tls, os.environ.get(HOST_VARIABLE, "")
     guard = os.getppid() if place.parent is None else None
-    starter = Starter(place.token, replica, host, guard, log, linger_s, tls, shared)
-    starter.ensure()
-    return starter
+    return Starter(place.token, replica, host, guard, log, linger_s, tls, shared)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.jsonl import read_object
 from ft_hsdp.secret import TOKEN_VARIABLE
+from ft_hsdp.state.agent.starter import Starter
 from ft_hsdp.train.device import backend, choose, prepare
 from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, RankPlace, begin
 from ft_hsdp.train.job import Job
@@ -52,6 +53,7 @@ class Launch:
     source: IncarnationSource
     run: Path  # the run's directory
     recorded: Recorded | None = None  # the steps that the entry repeats, if this is a replay
+    starter: Starter | None = None  # of the state agent, if it was started already
 
 
 @dataclass(slots=True)
@@ -167,7 +169,8 @@ def join(
     parent = os.getppid() if isinstance(source, FromEnvironment) else None  # ours are killed with their parent
     place = RankPlace(rank, ranks, run, urls, token, host, on_host, None if lighthouse else file, parent)
     assigned = source.poll()
-    identity = None if assigned is None else begin(config, place, assigned)  # the state agent starts meanwhile
+    # The state agent starts meanwhile.
+    identity = None if assigned is None else begin(config, place, assigned, given.starter)
     if dist.is_initialized():
         group = RankGroup(None, made=False)
     else:

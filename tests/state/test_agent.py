@@ -1,4 +1,5 @@
 import asyncio
+import json
 import os
 import secrets
 import signal
@@ -14,12 +15,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from ft_hsdp import address, caller_gate, handshake, protocol
 from ft_hsdp.handshake import Purpose
+from ft_hsdp.lifetime import MARK_VARIABLE, UNMARKED
 from ft_hsdp.state.agent import client, messages, server, starter
-from ft_hsdp.state.agent.client import AgentGone
+from ft_hsdp.state.agent.client import AgentGone, StateAgent
 from ft_hsdp.state.agent.copies import CopyFetcher
 from ft_hsdp.state.agent.messages import CompleteSnapshot, Done, Hello, Pin, Recall, Settle, Welcome
 from ft_hsdp.state.agent.server import AgentListener, main
@@ -295,6 +298,45 @@ def test_an_agent_that_one_thread_starts_is_not_lost_by_another_that_looks(tmp_p
     one.started.append(Ended(one.ensure))  # type: ignore[arg-type]
     one.ensure()
     assert one.started == started[:1], "a second one was started beside it"
+
+
+FORKS = """
+import json, sys, threading, time
+from pathlib import Path
+from ft_hsdp.lifetime import wear
+from ft_hsdp.state.agent import server, starter
+token, folder, threads = sys.argv[1:]
+wear("1" * 32)
+kept = open(Path(folder) / "kept", "w")
+for _ in range(int(threads)):
+    threading.Thread(target=time.sleep, args=(60.0,), daemon=True).start()
+one = starter.Starter(token, 0, "127.0.0.1", None, Path(folder) / "log", 60.0)
+while (found := one.ensure(fork=server.main)) is None:
+    time.sleep(0.01)
+(process,) = one.started
+assert process.pid == found[1]
+print(json.dumps([process.pid, type(process).__name__]))
+"""
+
+
+@pytest.mark.parametrize(("threads", "how"), [(0, "ForkedAgent"), (1, "Popen")])
+def test_a_rank_with_one_thread_forks_its_agent_which_keeps_nothing_of_it(threads, how, tmp_path):
+    token = secrets.token_hex(16)
+    command = [sys.executable, "-c", FORKS, token, str(tmp_path), str(threads)]
+    env = {**os.environ, MARK_VARIABLE: UNMARKED}
+    made = subprocess.run(command, stdout=subprocess.PIPE, env=env, timeout=60, check=True)
+    pid, found = json.loads(made.stdout)
+    agent = psutil.Process(pid)
+    try:
+        assert found == how
+        assert (os.getsid(pid), agent.open_files()[0].path) == (pid, str(tmp_path / "log"))
+        assert {file.path for file in agent.open_files()} == {str(tmp_path / "log")}
+        assert agent.cmdline()[1:5] == ["-m", "ft_hsdp.state.agent.server", "--replica", "0"]
+        assert "1" * 32 not in agent.environ().values()
+        StateAgent.connect(token, 0, 0, 1, 64, 10.0).close()
+    finally:
+        agent.terminate()
+    assert psutil.wait_procs([agent], timeout=10)[1] == []
 
 
 REPLICA = 8

@@ -37,11 +37,11 @@ from ft_hsdp.core.restart import Cause
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, FtHsdpError, one_line
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.lifetime import leave
-from ft_hsdp.state.agent import messages
+from ft_hsdp.state.agent import messages, server
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.train import trainer
 from ft_hsdp.train.device import prepare
-from ft_hsdp.train.identity import FromEnvironment, IncarnationSource
+from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, early_agent
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.join import Launch, has_joined, joined_job, launched
 from ft_hsdp.train.replay.job import Recorded
@@ -78,7 +78,10 @@ def main(config: Config, replica: int | IncarnationSource, run: Path, recorded: 
         _say(str(error))
         tell(error, Cause.CHANGED)
         return error.exit_code
-    launched(Launch(config, source, run, recorded))
+    starter = None
+    if not isinstance(source, FromEnvironment) and (incarnation := source.poll()) is not None:
+        starter = early_agent(config, run, incarnation.replica, server.main)
+    launched(Launch(config, source, run, recorded, starter))
     if config.entry is not None and isinstance(source, FromEnvironment):  # elsewhere the supervisor watches
         _watch(title(config.entry), config.timeouts.start_s)
     prepare(config.train.device, max(config.timeouts.step_s, config.timeouts.pause_s))  # before a script uses CUDA

@@ -266,7 +266,10 @@ class _Arguments(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the arguments, run the agent and return the exit code. An error is one line on stderr."""
     logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,  # it may be a fork of a rank
     )
     parser = _Arguments(prog="python -m ft_hsdp.state.agent.server", description=__doc__)
     parser.add_argument("--replica", type=int, required=True, help="whose ranks' snapshots it keeps")

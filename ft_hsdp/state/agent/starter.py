@@ -1,6 +1,8 @@
 """The process of a state agent, as a rank sees it: which one listens, and how another one is started.
 
-`Starter` starts the agent of a replica in a process of its own, and replaces one that no longer answers.
+`Starter` starts the agent of a replica in a process of its own, and replaces one that no longer answers. To load
+what an agent needs takes most of a second of CPU time, so a rank that was just forked from a process which has
+loaded it forks the agent (`ForkedAgent`): nothing of the user's has run there yet, and there is one thread.
 `connect_newest` finds the agent that a rank has to talk to.
 """
 
@@ -16,13 +18,15 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from ft_hsdp import caller_gate
+from ft_hsdp.errors import EXIT_RETRYABLE
 from ft_hsdp.jsonl import open_to_append
-from ft_hsdp.lifetime import unmarked
+from ft_hsdp.lifetime import UNMARKED, entitle, forgiving, unmarked, wear
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
 
@@ -30,6 +34,7 @@ LOAD_S = 60.0  # after which an agent that was started and does not listen is ki
 KILLED_S = 5.0  # to wait for a killed agent to be gone: freeing much memory takes time
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
+AgentMain: TypeAlias = Callable[[Sequence[str]], int]  # `server.main`
 Listener: TypeAlias = tuple[int, int]  # an agent that listens: its generation, its pid; pid 0: unknown
 
 
@@ -62,18 +67,23 @@ class Starter:
     linger_s: float  # the agent ends when no rank was connected for so long
     tls: str = "auto"  # network.tls
     name: str = ""  # of this host, if its machine has several
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)  # agents outlive this process
+    started: list[subprocess.Popen[bytes] | ForkedAgent] = field(default_factory=list)  # they outlive this process
     began: float = 0.0  # when the last one was started
 
-    def ensure(self, port: int = 0) -> Listener | None:
-        """Start an agent on ``port`` (0: any), unless one listens or is being started. Does not wait for it.
+    def ensure(self, port: int = 0, *, fork: AgentMain | None = None) -> Listener | None:
+        """Start an agent, unless one listens or is being started. Does not wait for it.
+
+        Args:
+            port: On which it serves snapshots; 0: any.
+            fork: It may be a fork of this process, which has loaded what an agent needs, if this has one thread:
+                `server.main`.
 
         Returns:
             The one that listens already.
         """
         found = self._found()
         if found is None and not self._loading:
-            self._start(port, 0)
+            self._start(port, 0, fork if len(os.listdir("/proc/self/task")) == 1 else None)
         return found
 
     def renew(self, silent: Listener | None, port: int = 0) -> str:
@@ -119,9 +129,9 @@ class Starter:
             return False
         return bool(self.started)
 
-    def _start(self, port: int, generation: int) -> None:
-        place = ("--replica", str(self.replica), "--host", self.host, "--port", str(port))
-        name = ("--generation", str(generation), *(("--name", self.name) if self.name else ()))
+    def _start(self, port: int, generation: int, fork: AgentMain | None = None) -> None:
+        name = ("--replica", str(self.replica), *(("--name", self.name) if self.name else ()))
+        place = ("--host", self.host, "--port", str(port), "--generation", str(generation))
         life = (
             *(() if self.guard is None else ("--guard", str(self.guard))),
             "--linger",
@@ -133,17 +143,21 @@ class Starter:
         )
         # A forked rank has its fork server's session, which no terminal ends; its supervisor reaps all in it.
         detached = os.getsid(0) != os.getsid(os.getppid())
+        command = [sys.executable, "-m", "ft_hsdp.state.agent.server", *name, *place, *life]
         with open_to_append(self.log) as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "ft_hsdp.state.agent.server", *place, *name, *life],
-                env={**unmarked(), TOKEN_VARIABLE: self.token},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=not detached,
-                process_group=0 if detached else None,
-            )
-        self.started.append(process)
+            if fork is not None:
+                self.started.append(ForkedAgent(fork, command, self.token, log.fileno(), detached))
+            else:
+                process = subprocess.Popen(
+                    command,
+                    env={**unmarked(), TOKEN_VARIABLE: self.token},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=not detached,
+                    process_group=0 if detached else None,
+                )
+                self.started.append(process)
         self.began = time.monotonic()
 
     def _found(self) -> Listener | None:
@@ -186,3 +200,66 @@ class Starter:
         finally:
             os.close(process)
         return self._found() is None
+
+
+class ForkedAgent:
+    """An agent that is a fork of this process, with the methods of `subprocess.Popen` that `Starter` needs."""
+
+    def __init__(self, main: AgentMain, command: list[str], token: str, log: int, detached: bool) -> None:
+        """Fork it.
+
+        Args:
+            main: What it runs.
+            command: The command line that would start it, which it shows.
+            token: The worker's.
+            log: The descriptor of its log.
+            detached: It is in a session that no terminal ends.
+
+        Raises:
+            OSError: There is no memory or no pid for it.
+        """
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(main, command, token, log, detached)
+
+    def poll(self) -> int | None:
+        """Return its exit code, negative for a signal; None while it runs."""
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._reap(0)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)  # not reaped yet: no other process has its pid
+
+    def _reap(self, options: int) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, options)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+
+def _become(main: AgentMain, command: list[str], token: str, log: int, detached: bool) -> NoReturn:
+    """In the fork: keep nothing of the rank, be the agent, and end with its exit code."""
+    code = EXIT_RETRYABLE
+    try:
+        if detached:
+            os.setpgid(0, 0)
+        else:
+            os.setsid()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, own in ((nothing, 0), (log, 1), (log, 2)):
+            os.dup2(source, own)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2:
+                with contextlib.suppress(OSError):  # the one of this list is closed
+                    os.close(descriptor)
+        sys.stdout, sys.stderr = forgiving(1), forgiving(2)
+        wear(UNMARKED)
+        entitle(command)
+        os.environ[TOKEN_VARIABLE] = token
+        code = main(command[3:])
+    finally:
+        os._exit(code)
