@@ -23,7 +23,7 @@ from ft_hsdp.core import commit, effects
 from ft_hsdp.core.commit import AttemptId, Vote
 from ft_hsdp.core.events import Leaving
 from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Hosts, Refused, Report
-from ft_hsdp.core.host_report import AssignedRanks, HostReport
+from ft_hsdp.core.host_report import AssignedRanks, HostReport, MachineRanks
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 
@@ -64,25 +64,12 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class MachineRanks:
-    """The ranks of an incarnation on one machine, where no supervisor sees them end (`control.exit_watch`)."""
-
-    incarnation: str
-    machine: Annotated[str, Field(pattern=r"^[^\s/]{1,256}$")]  # its host's name
-    machines: Annotated[int, Field(ge=1, le=1 << 12)]  # on how many machines the incarnation has ranks
-    gone: bool  # all its ranks on this machine have ended
-
-
-@dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What a rank or the agent of a host reports of processes. Wire tag "Processes"."""
+    """What a rank, its `control.exit_watch` or the agent of a host reports of processes. Wire tag "Processes"."""
 
-    running: dict[int, str | None]  # the incarnation that runs, by replica id; None: none
-    exited: tuple[str, ...] = ()  # incarnations that have exited
-    lost: tuple[int, ...] = ()  # replicas that are given up
-    ended: tuple[int, ...] = ()  # replicas that are done: their scripts have ended their part of the job
-    machines: tuple[MachineRanks, ...] = ()
-    host: HostReport | None = None  # from the agent of a host; nothing else is in the report then
+    begun: str = ""  # an incarnation that runs: those of its run before it have exited; "": none is named
+    machine: MachineRanks | None = None
+    host: HostReport | None = None  # nothing else is in the report then
     # With `host`, until the first answer: as `QuorumRequest.rules`.
     rules: Facts = field(default_factory=dict)
 
@@ -91,13 +78,11 @@ class ProcessReport:
 class SupervisorReply:
     """The lighthouse's answer to a `ProcessReport`. Wire tag "Overview"."""
 
-    epoch: int  # newest epoch
     step: int  # newest step that is known to be committed; 0: none
     finished: bool  # whether every replica has the final state
     halted: str = ""  # why the job cannot go on; "": it can
     drained: tuple[int, ...] = ()  # replicas that are to leave, and must not be started
-    # Incarnations of the report's `machines` that have exited, or of which nobody waits to hear it.
-    exited: tuple[str, ...] = ()
+    exited: bool = False  # the incarnation of the report's `machine`, or nobody waits to hear that it has
     assigned: tuple[AssignedRanks, ...] = ()  # all that a host is to run; what it has besides ends (SIGKILL)
     seen: str = ""  # the digest of `assigned`, for the next `HostReport`
     refused: str = ""  # why the agent of the host has to end; "": it goes on

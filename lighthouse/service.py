@@ -32,7 +32,6 @@ from lighthouse.quorum.events import (
     Event,
     Evict,
     HostClosed,
-    MachineReported,
     Note,
     OpenRequest,
     ProcessesReported,
@@ -48,7 +47,6 @@ LONG_POLL_S = 20.0  # a request that is open for this long is answered with Wait
 LINGER_S = 1.0  # such a request still counts for this long: the replica is about to repeat it
 TICK_S = 0.05  # between two looks at the time, while time can change something
 STORE_RETRY_S = 1.0  # before a store that failed is tried again
-SUPERVISED_S = 5.0  # a supervisor that has not reported for this long counts as gone
 
 Journal = Callable[[Mapping[str, object]], None]
 """Takes each event, as a row of events.jsonl."""
@@ -106,7 +104,6 @@ class Service:
         self._unsaved: dict[int, str] = {}  # by replica: who asked first while nothing could be stored
         self._agents: dict[int, StateAgents] = {}  # from the newest request of each replica
         self._evictions = Evictions()
-        self._supervised: dict[int, float] = {}  # when the supervisor of a replica reported last
         self._waiting: str | None = None  # what the open requests wait for
         self._told: str | None = None  # the newest reason to wait that is in the journal
         self._timer: asyncio.TimerHandle | None = None
@@ -212,7 +209,7 @@ class Service:
         assert report.host is not None
         if line := validation.other_rules(self._agreed, report.rules):
             self._note("AskRefused", line, {"host": Host.parse(report.host.path).name})
-            return SupervisorReply(self.state.epoch, 0, False, refused=line, wrong=True)
+            return SupervisorReply(0, False, refused=line, wrong=True)
         validation.check_host(self.state, report.host, peer, self._allow)
         reply = self.processes(report)
         late = asyncio.get_running_loop().time() + self.state.policy.evict_s / 3
@@ -241,34 +238,22 @@ class Service:
     def processes(self, report: ProcessReport) -> SupervisorReply:
         """Take what is known of the processes of replicas, and return how far the job is.
 
-        Who names an exited incarnation of a replica, or has given the replica up, speaks for it:
-        if the replica is not in ``running``, no process of it runs.
-
         Raises:
             ProtocolViolation: the report cannot be true.
             StoreFailed: nothing was noted.
         """
-        exited = validation.check_processes(self.state, report)
-        owned: dict[int, str | None] = dict.fromkeys(sorted({r for r, _ in exited} | set(report.lost)))
-        owned |= report.running
-        now = self._clock()
-        ended = frozenset(report.ended)
-        machines = tuple(
-            MachineReported(validation.incarnation(each.incarnation), each.machine, each.machines, each.gone)
-            for each in report.machines
-        )
-        lost = frozenset(report.lost)
-        self.apply(ProcessesReported(owned, exited, lost, now, ended=ended, machines=machines, host=report.host))
-        awaited = {(each.replica, each.incarnation) for each in self.state.spread}
-        self._supervised |= dict.fromkeys(owned, now)
+        running, exited = validation.check_processes(self.state, report)
+        said = report.machine
+        machines = (said,) if said is not None else ()
+        told = ProcessesReported(running, exited, frozenset(), self._clock(), machines=machines, host=report.host)
+        self.apply(told)
         head = self.state.head
         reply = SupervisorReply(
-            epoch=self.state.epoch,
             step=head.step if head else 0,
             finished=signs.is_finished(self.state),
             halted=self.state.halted,
             drained=tuple(r for r in range(self.state.policy.slots) if not wanted(self.state, r)),
-            exited=tuple(each.who[1] for each in machines if each.gone and each.who not in awaited),
+            exited=said is not None and said.gone and said.who not in {each.who for each in self.state.spread},
             wrong=self.state.placement.wrong,
             lost=signs.lost_replicas(self.state),
             cordoned=tuple(name for name, _ in self.state.placement.cordoned),
@@ -301,12 +286,8 @@ class Service:
         Raises:
             StoreFailed: nothing was done.
         """
-        now = self._clock()
-        command = Commanded(action, replica, reason, now, target, host)
-        reporting = {r for r, at in self._supervised.items() if at > now - SUPERVISED_S}
-        reporting |= {r for r in range(self.state.policy.slots) if signs.has_host(self.state, r)}
-        supervised = commands.Supervised(reporting, self._evictions.orders)
-        found = commands.plan(self.state, command, supervised, force)
+        command = Commanded(action, replica, reason, self._clock(), target, host)
+        found = commands.plan(self.state, command, self._evictions.orders, force)
         if isinstance(found, commands.Impossible):
             return found
         if found.due:
@@ -444,7 +425,7 @@ class Service:
         """Whether the passing of time can change something."""
         s = self.state
         running = (s.since is not None or s.final_since is not None) and not s.finished
-        ending = any(gone for each in s.spread for _, _, gone in each.heard)
+        ending = any(said.gone for each in s.spread for _, said in each.heard)
         placing = bool(s.presence.hosts) and not s.finished
         return (
             placing or self._evictions.pending or ending or (running and any(v.ask is not None for v in s.views))

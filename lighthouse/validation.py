@@ -30,6 +30,7 @@ from lighthouse.quorum.rules import Incarnation
 from lighthouse.quorum.state import Agreement, LighthouseState
 
 MAX_ADDRESSES = 64  # of each kind
+MAX_MACHINES = 2**12  # of one incarnation
 METADATA = ipaddress.ip_address("fd00:ec2::254")  # of a cloud's host; its link-local ones are refused anyway
 # What is reported may be above all that is known by this much. So one wrong value stays far below what is refused.
 EPOCHS_AHEAD = 2**20
@@ -41,6 +42,7 @@ STEPS_AHEAD = 2  # no step is further above the job's last one, or the head, tha
 ATTEMPT_LIMIT = 2**20
 _PUT_BACK = " file: put it back as it was when the job began, or start another job (job.name) with it"
 
+_MACHINE = re.compile(r"[^\s/]{1,256}")
 _LIFE = re.compile(r"[0-9a-f]{1,32}")
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
 
@@ -225,24 +227,31 @@ def _numbers(s: LighthouseState) -> int:
     return max(known, NUMBER_FRESH * (s.grant is None)) + NUMBERS_AHEAD
 
 
-def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[Incarnation]:
-    """Check that a supervisor's report can be true, and return the incarnations that have exited.
+def check_processes(
+    s: LighthouseState, processes: ProcessReport
+) -> tuple[dict[int, str | None], frozenset[Incarnation]]:
+    """Check that a rank's report, or that of a machine, can be true.
+
+    Returns:
+        The incarnation that has begun, by replica, and the one before it, which has exited.
 
     Raises:
         ProtocolViolation: it cannot be true; one line names the field.
     """
-    exited = frozenset(map(incarnation, processes.exited))
-    spread = tuple(incarnation(each.incarnation) for each in processes.machines)
-    named = (*processes.running, *processes.lost, *processes.ended)
-    for replica in (*named, *(r for r, _ in exited), *(r for r, _ in spread)):
+    begun, said = processes.begun, processes.machine
+    replicas = {incarnation(name)[0] for name in (begun, said.incarnation if said is not None else "") if name}
+    for replica in replicas:
         _within("replica", replica, s.policy.slots - 1)
-    for replica, running in processes.running.items():
-        if running is None:
-            continue
-        _named("running", running, replica)
-        if (replica, running) in exited:
-            raise ProtocolViolation(f"incarnation {running[:40]!r} cannot both run and have exited")
-    return exited
+    if said is not None:
+        _within("machines", said.machines - 1, MAX_MACHINES - 1)
+        if not _MACHINE.fullmatch(said.machine):
+            raise ProtocolViolation("machine: a host's name has 1 to 256 characters, without spaces and slashes")
+    if not begun:
+        return {}, frozenset()
+    me = IncarnationId.parse(begun)
+    assert me is not None
+    before = {(me.replica, str(me.previous))} if me.previous is not None else set()
+    return {me.replica: begun}, frozenset(before)
 
 
 def check_host(s: LighthouseState, report: HostReport, peer: str | None, allow: Networks) -> None:

@@ -26,11 +26,11 @@ from pydantic import TypeAdapter
 from ft_hsdp import tls
 from ft_hsdp.config.network import NetworkConfig
 from ft_hsdp.control.lighthouse_client import LighthouseClient
-from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.jsonl import open_to_append, read_object
 from ft_hsdp.lifetime import unmarked
-from ft_hsdp.protocol import MachineRanks, ProcessReport
+from ft_hsdp.protocol import ProcessReport
 
 AGAIN_S = 0.5
 
@@ -130,11 +130,11 @@ async def report(watched: Watched) -> bool:
             gone, pause_s = waiting.done(), 0.0
             if gone:
                 until, pause_s = min(until, time.monotonic() + watched.patience_s), AGAIN_S
-            here = MachineRanks(watched.incarnation, watched.machine, watched.machines, gone)
+            here = MachineRanks(
+                watched.incarnation, watched.machine, watched.machines, gone, gone and _is_done(watched)
+            )
             try:
-                told = ProcessReport({}, ended=_ended(watched) if gone else (), machines=(here,))
-                reply = await client.report(told)
-                if watched.incarnation in reply.exited:
+                if (await client.report(ProcessReport(machine=here))).exited:
                     return True
                 until, pause_s = math.inf, watched.beat_s if gone else 0.0
             except LighthouseUnreachable:
@@ -145,11 +145,10 @@ async def report(watched: Watched) -> bool:
         await client.close()
 
 
-def _ended(watched: Watched) -> tuple[int, ...]:
-    """Return the replica, if the incarnation's script has stopped the job or trained to its end; () if not."""
-    said, who = read_object(Path(watched.final)), IncarnationId.parse(watched.incarnation)
-    mine = said.get("of_job") and said.get("incarnation") == watched.incarnation
-    return (who.replica,) if mine and who is not None else ()
+def _is_done(watched: Watched) -> bool:
+    """Return whether the incarnation's script has stopped the job or trained to its end."""
+    said = read_object(Path(watched.final))
+    return bool(said.get("of_job")) and said.get("incarnation") == watched.incarnation
 
 
 def main() -> int:

@@ -406,7 +406,7 @@ class LighthouseClient:
             await asyncio.sleep(HOLDERS_AGAIN_S)
 
     async def report(self, processes: ProcessReport) -> SupervisorReply:
-        """Tell the lighthouse which incarnations have exited; a rank does this for its own predecessors.
+        """Tell the lighthouse which ranks live, and which have ended.
 
         Raises:
             LighthouseUnreachable: it does not answer, or not as a lighthouse does.

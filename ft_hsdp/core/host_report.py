@@ -65,6 +65,22 @@ class HostReport:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineRanks:
+    """The ranks of an incarnation on one machine, where no agent sees them end (`control.exit_watch`)."""
+
+    incarnation: str
+    machine: str  # its host's name
+    machines: int  # on how many machines the incarnation has ranks
+    gone: bool  # all its ranks on this machine have ended
+    done: bool = False  # so has its part of the job, by its script
+
+    @property
+    def who(self) -> tuple[int, str]:
+        """The replica and the incarnation; of a name that was checked."""
+        return int(self.incarnation.partition("-")[0]), self.incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class AssignedRanks:
     """Ranks of an incarnation that a host is to run. Numbers and addresses alone: the host knows what runs."""
 

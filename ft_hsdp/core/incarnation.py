@@ -47,11 +47,6 @@ class IncarnationId:
         return cls(int(replica), run_id, int(restarts))
 
     @property
-    def predecessors(self) -> tuple[IncarnationId, ...]:
-        """The incarnations of the same run before this one, the first one first."""
-        return tuple(replace(self, restarts=n) for n in range(self.restarts))
-
-    @property
     def previous(self) -> IncarnationId | None:
         """The incarnation of the same run just before this one; None if this is the first."""
         return replace(self, restarts=self.restarts - 1) if self.restarts else None

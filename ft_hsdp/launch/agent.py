@@ -146,7 +146,7 @@ class HostAgent:
             self._leaving, self._seen = True, ""
             with contextlib.suppress(LighthouseUnreachable, TimeoutError):
                 async with asyncio.timeout(LAST_S):
-                    await self._client.report(ProcessReport({}, host=self._report()))
+                    await self._client.report(ProcessReport(host=self._report()))
             return self._code
         finally:
             tasks = (*self._starts, *self._open, looking)
@@ -180,7 +180,7 @@ class HostAgent:
         loop, report = asyncio.get_running_loop(), self._report()
         began, problem, old = loop.time(), "", False
         rules = {} if self._problem == "" else agreed(self._config)
-        asking = asyncio.create_task(self._client.report(ProcessReport({}, host=report, rules=rules)))
+        asking = asyncio.create_task(self._client.report(ProcessReport(host=report, rules=rules)))
         changing = asyncio.create_task(self._changed.wait())
         try:
             await asyncio.wait((asking, changing), return_when=asyncio.FIRST_COMPLETED)

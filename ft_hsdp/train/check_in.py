@@ -56,7 +56,7 @@ def restored(runtime: RankRuntime, checkpoints: Checkpoints) -> StateId:
     A collective of the replica. Blocks.
     """
     config, identity, live_state = runtime.config, runtime.identity, runtime.live_state
-    where = identity.replica, len(identity.predecessors), identity.host, runtime.place.token
+    where = identity.replica, identity.restarts, identity.host, runtime.place.token
     timeouts = config.timeouts
     recoverer = Recoverer(*where, runtime.holders, timeouts.reach_s, timeouts.load_s / 2)
     memory = runtime.snapshots, runtime.ranks, checkpoints, config.state.snapshot == "every_step"

@@ -89,7 +89,7 @@ class RankIdentity:
 
     replica: int
     incarnation: str  # its name
-    predecessors: tuple[str, ...]  # names of the incarnations of the same run before it
+    restarts: int  # so many incarnations of the same run came before it
     starter: Starter | None  # on the rank that starts the state agent of its host
     began: float  # when it was assigned, Unix seconds
     host: str = ""  # the path of its host, such as "zone/rack/host"
@@ -119,10 +119,9 @@ def begin(
     if starter is None and place.local_rank == 0:
         starter = agent_starter(config, place, replica)
         starter.ensure()
-    predecessors = tuple(str(each) for each in incarnation.predecessors)
     shared = os.environ.get(HOST_VARIABLE, "")
     hosts = tuple(filter(None, os.environ.get(HOSTS_VARIABLE, "").split(",")))
-    return RankIdentity(replica, str(incarnation), predecessors, starter, time.time(), path, shared, hosts)
+    return RankIdentity(replica, str(incarnation), incarnation.restarts, starter, time.time(), path, shared, hosts)
 
 
 def host_name(environment: Mapping[str, str]) -> str:

@@ -570,7 +570,7 @@ class Job(DataSources, UserLoop):
         check_in(runtime, state, checkpoints)
         if self._leaves is not None:
             runtime.leave(self._leaves)
-        driver.begin(Joined(runtime, self._saver, self._log, self.built_in, not identity.predecessors))
+        driver.begin(Joined(runtime, self._saver, self._log, self.built_in, not identity.restarts))
 
 
 __all__ = ["Ended", "Job", "Optimizer", "Source"]

@@ -85,7 +85,7 @@ class RankZero:
         """Become rank 0 of one incarnation, and tell the lighthouse that those before it have exited."""
         self._identity = identity
         self._reporter = reporter
-        if identity.predecessors:
+        if identity.restarts:
             self._burial = asyncio.get_running_loop().create_task(self._bury_predecessors())
 
     async def lead(
@@ -108,7 +108,7 @@ class RankZero:
             config.keeps_last,
         )
         number, name, state = identity.replica, identity.incarnation, about.report.state
-        settings = leader_settings(config, self._place.ranks, restarted=bool(identity.predecessors))
+        settings = leader_settings(config, self._place.ranks, restarted=identity.restarts > 0)
         replica = control.initial(number, name, config.train.steps, state, policy, wanted)
         self.leader = Leader(replica, about, self.client, settings, self, send_token, journal)
         if self._burial is not None:
@@ -148,10 +148,8 @@ class RankZero:
 
     async def _bury_predecessors(self) -> None:
         """Tell the lighthouse that the earlier incarnations have exited: a restart ends them first."""
-        identity = self._identity
-        running: dict[int, str | None] = {identity.replica: identity.incarnation}
         with contextlib.suppress(LighthouseUnreachable):  # the first ask will find out
-            await self.client.report(protocol.ProcessReport(running, identity.predecessors))
+            await self.client.report(protocol.ProcessReport(self._identity.incarnation))
 
 
 class OtherRank:

@@ -184,7 +184,7 @@ class RankRuntime:
             self.snapshots,
             self._journal,
             lambda error: self.end(str(error), error.exit_code),
-            not identity.predecessors,
+            not identity.restarts,
         )
         self.spans = SpanWatch(self.model.watch, self.snapshots, self._journal)
         self._call(self._open(identity))

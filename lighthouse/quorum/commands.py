@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.memory.hosts import Host
-from lighthouse.placement.signs import listed_hosts, spare_hosts
+from lighthouse.placement.signs import has_host, listed_hosts, spare_hosts
 from lighthouse.placement.state import ReplicaPhase
-from lighthouse.quorum.events import Commanded, Effect, Evict, MachineReported
+from lighthouse.quorum.events import Commanded, Effect, Evict
+from lighthouse.quorum.rules import Incarnation
 from lighthouse.quorum.state import LighthouseState, Step, wanted
 
 
@@ -37,20 +39,12 @@ class Impossible:
     detail: str  # one line that says why
 
 
-@dataclass(frozen=True, slots=True)
-class Supervised:
-    """What the caller knows of the supervisors; it is no part of `LighthouseState`."""
-
-    replicas: Collection[int] = ()  # those whose supervisor reports
-    condemned: Collection[tuple[int, str]] = ()  # incarnations that a supervisor has been told to kill
-
-
 def plan(
-    s: LighthouseState, command: Commanded, supervised: Supervised, force: bool = False
+    s: LighthouseState, command: Commanded, condemned: Collection[Incarnation] = (), force: bool = False
 ) -> CommandPlan | Impossible:
     """Return what ``command`` would do now, or why it is impossible. Nothing changes.
 
-    The caller knows of the supervisors what ``supervised`` says. With ``force`` an order may leave fewer than
+    The incarnations that are ``condemned`` are to be killed already. With ``force`` an order may leave fewer than
     `Policy.min_replicas` replicas, but none may lose the newest state.
     """
     r = command.replica
@@ -60,15 +54,15 @@ def plan(
         return Impossible(409, s.halted or "the job has ended")
     match command.action:
         case "evict":
-            return _evict(s, r, supervised)
+            return _evict(s, r, condemned)
         case "drain":
-            return _drain(s, r, supervised, force)
+            return _drain(s, r, force)
         case "undrain":
-            return _undrain(s, r, supervised)
+            return _undrain(s, r)
         case "checkpoint":
             return _checkpoint(s)
         case "scale":
-            return _scale(s, command.target, supervised, force)
+            return _scale(s, command.target, force)
         case "host-lost":
             return _host_lost(s, command.host)
         case "drain-host":
@@ -105,19 +99,19 @@ def _runs(s: LighthouseState, r: int) -> bool:
     return view.incarnation is not None and view.down is not True and (r, view.incarnation) not in s.exited
 
 
-def _evict(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | Impossible:
+def _evict(s: LighthouseState, r: int, condemned: Collection[Incarnation]) -> CommandPlan | Impossible:
     incarnation = s.views[r].incarnation
     if not _runs(s, r) or incarnation is None:
         return Impossible(409, f"replica {r} does not run")
-    if (r, incarnation) in supervised.condemned:
+    if (r, incarnation) in condemned:
         return CommandPlan(f"{incarnation} is to be killed already", due=False)
-    if r not in supervised.replicas:
+    if not has_host(s, r):
         return Impossible(409, f"no host agent reports of replica {r}: an operator must end its processes")
     after = "keeps it away: it is drained" if r in s.drained else f"starts replica {r} again"
     return CommandPlan(f"its host agents kill {incarnation}; the lighthouse {after}")
 
 
-def _drain(s: LighthouseState, r: int, supervised: Supervised, force: bool) -> CommandPlan | Impossible:
+def _drain(s: LighthouseState, r: int, force: bool) -> CommandPlan | Impossible:
     if r in s.drained:
         return CommandPlan(f"replica {r} is drained already", due=False)
     able, needed = _able(s), s.policy.min_replicas
@@ -128,7 +122,7 @@ def _drain(s: LighthouseState, r: int, supervised: Supervised, force: bool) -> C
         why = f"that would leave {left} replicas, quorum.min_replicas is {needed}"
         return Impossible(409, f'{why}; {{"force": true}} drains replica {r} all the same')
     how = "leaves at the next step boundary" if _runs(s, r) else "does not run"
-    back = "stays away until it is undrained" if r in supervised.replicas else "no supervisor starts it again"
+    back = "stays away until it is undrained" if has_host(s, r) else "no supervisor starts it again"
     waits = (
         f"; no step is made before {needed} replicas can take part again, {left} are left" if left < needed else ""
     )
@@ -163,7 +157,7 @@ def _left(s: LighthouseState, gone: set[int]) -> int:
     return len((able if able & gone else _possible(s)) - gone)
 
 
-def _scale(s: LighthouseState, target: int, supervised: Supervised, force: bool) -> CommandPlan | Impossible:
+def _scale(s: LighthouseState, target: int, force: bool) -> CommandPlan | Impossible:
     slots = s.policy.slots
     if not 1 <= target <= slots:
         return Impossible(409, f"the job cannot have {target} replicas; max_replicas allows 1 to {slots}")
@@ -181,29 +175,29 @@ def _scale(s: LighthouseState, target: int, supervised: Supervised, force: bool)
         names = ",".join(map(str, range(target, s.target)))
         return CommandPlan(f"replica {names} leaves at the next step boundary, if it runs, and stays away")
     comers = [r for r in range(s.target, target) if r not in s.drained]
-    alone = [str(r) for r in comers if r not in supervised.replicas]
+    alone = [str(r) for r in comers if not has_host(s, r)]
     who = "their supervisors start them" + (f"; none reports for {','.join(alone)}: start it" if alone else "")
     return CommandPlan(f"replica {','.join(map(str, comers)) or 'none'} may take part: {who}")
 
 
-def _undrain(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | Impossible:
+def _undrain(s: LighthouseState, r: int) -> CommandPlan | Impossible:
     if r not in s.drained:
         beyond = f"; the job is scaled to {s.target} replicas" if r >= s.target else ""
         return CommandPlan(f"replica {r} is not drained{beyond}", due=False)
-    who = "its supervisor starts it" if r in supervised.replicas else "it has no supervisor that reports: start it"
+    who = "its supervisor starts it" if has_host(s, r) else "it has no supervisor that reports: start it"
     return CommandPlan(f"replica {r} may take part again: {who}")
 
 
-def on_host(s: LighthouseState, host: str) -> tuple[MachineReported, ...]:
+def on_host(s: LighthouseState, host: str) -> tuple[MachineRanks, ...]:
     """Return for each living incarnation with ranks on ``host`` that those have ended."""
     known = {(m.replica, m.incarnation): m.hosts for m in (s.grant.members if s.grant else ())}
     known |= {(r, v.incarnation or ""): v.ask.hosts for r, v in enumerate(s.views) if v.ask is not None}
     places = {who: {Host.parse(path).name for path, _ in hosts} for who, hosts in known.items()}
-    spread = {(each.replica, each.incarnation): each for each in s.spread}
+    spread = {each.who: each for each in s.spread}
     for who, each in spread.items():
-        places.setdefault(who, set()).update(machine for machine, *_ in each.heard)
+        places.setdefault(who, set()).update(said.machine for _, said in each.heard)
     return tuple(
-        MachineReported(who, host, max(len(names), spread[who].machines if who in spread else 0), True)
+        MachineRanks(who[1], host, max(len(names), spread[who].machines if who in spread else 0), gone=True)
         for who, names in sorted(places.items())
         if host in names and who not in s.exited
     )
@@ -216,7 +210,7 @@ def _host_lost(s: LighthouseState, host: str) -> CommandPlan | Impossible:
         return CommandPlan(f"host {host} has no ranks, and is forgotten")
     if not found and not placed:
         return Impossible(404, f"no rank is known to run on host {host!r}; `status` lists the hosts")
-    names = ", ".join(sorted(placed | {each.who[1] for each in found}))
+    names = ", ".join(sorted(placed | {each.incarnation for each in found}))
     also = "" if all(each.machines == 1 for each in found) else ", once their ranks on other hosts have ended, too"
     return CommandPlan(f"{names} count as exited{also}; a host that was only cut off must end its ranks")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ft_hsdp.core.grant import Answer, Hosts, Report
-from ft_hsdp.core.host_report import HostReport
+from ft_hsdp.core.host_report import HostReport, MachineRanks
 from lighthouse.quorum.rules import Incarnation
 
 PLACEMENT = "(placement)"  # the owner of what runs on hosts; no message can have this name
@@ -48,16 +48,6 @@ class AskWithdrawn:
 
 
 @dataclass(frozen=True, slots=True)
-class MachineReported:
-    """What a machine without a supervisor says of the ranks of an incarnation there."""
-
-    who: Incarnation
-    machine: str
-    machines: int  # on so many the incarnation has ranks
-    gone: bool  # all of them on this one have ended
-
-
-@dataclass(frozen=True, slots=True)
 class ProcessesReported:
     """What is known of the processes of replicas."""
 
@@ -67,7 +57,7 @@ class ProcessesReported:
     now: float
     owner: str = ""  # `PLACEMENT`; "": a rank reports of itself
     ended: frozenset[int] = frozenset()  # the replicas whose scripts have ended their part of the job
-    machines: tuple[MachineReported, ...] = ()
+    machines: tuple[MachineRanks, ...] = ()
     host: HostReport | None = None  # from the agent of a host, about nothing else; for `placement`
 
 

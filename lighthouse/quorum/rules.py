@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, CommitRecord, void
 from ft_hsdp.core.grant import Grant, Member, Report, Role, paths
+from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.hosts import Host
 
@@ -84,11 +85,18 @@ class Spread:
     it has committed until then is known once the ranks that can be heard of have ended, too.
     """
 
-    replica: int
-    incarnation: str
-    machines: int  # on so many it has ranks
     since: float  # when the first one was heard
-    heard: tuple[tuple[str, float, bool], ...]  # machine, when it was heard last, whether its ranks have ended
+    heard: tuple[tuple[float, MachineRanks], ...]  # what each said, and when it was heard last; at least one
+
+    @property
+    def who(self) -> Incarnation:
+        """Its replica, and its name."""
+        return self.heard[0][1].who
+
+    @property
+    def machines(self) -> int:
+        """On so many it has ranks."""
+        return max(said.machines for _, said in self.heard)
 
     def exited(self, now: float, silence_s: float) -> bool:
         """Return whether it has exited: its ranks on a machine have ended, and none is heard to live on another.
@@ -99,8 +107,8 @@ class Spread:
             now: In seconds of the lighthouse's clock.
             silence_s: In seconds.
         """
-        ended = sum(gone for _, _, gone in self.heard)
-        living = any(not gone and now < at + silence_s for _, at, gone in self.heard)
+        ended = sum(said.gone for _, said in self.heard)
+        living = any(not said.gone and now < at + silence_s for at, said in self.heard)
         return ended > 0 and not living and (ended >= self.machines or now >= self.since + silence_s)
 
 

@@ -27,6 +27,7 @@ from collections.abc import Iterable
 
 from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Refused, Report
+from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.core.incarnation import IncarnationId
 from lighthouse.quorum.commands import execute, on_host
 from lighthouse.quorum.events import (
@@ -37,7 +38,6 @@ from lighthouse.quorum.events import (
     Effect,
     Event,
     HostClosed,
-    MachineReported,
     Note,
     OpenRequest,
     ProcessesReported,
@@ -247,10 +247,13 @@ def _diverged(s: LighthouseState, report: Report) -> Step:
 
 def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
     """Take the word of who started processes on what runs: the only evidence that counts as death."""
-    s, torn = _hear_machines(s, event)
+    s, over = _hear_machines(s, event)
+    torn = frozenset(each.who for each in over)
+    stopped = {each.who[0] for each in over if any(said.done for _, said in each.heard)}
     down: dict[int, str | None] = dict.fromkeys(replica for replica, _ in torn)
-    event = replace(event, exited=event.exited | torn, running={**down, **event.running})
-    event = replace(event, exited=frozenset(who for who in event.exited if entitled(s, event.owner, who[0])))
+    event = replace(event, running={**down, **event.running}, ended=event.ended | stopped)
+    exited = (who for who in event.exited | torn if entitled(s, event.owner, who[0]))
+    event = replace(event, exited=frozenset(exited))
     s, news = record_exits(s, event)
     notes: list[Effect] = [
         Note(
@@ -303,29 +306,29 @@ def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
     return s, tuple(notes)
 
 
-def _nothing_runs(now: float, machines: tuple[MachineReported, ...] = ()) -> ProcessesReported:
+def _nothing_runs(now: float, machines: tuple[MachineRanks, ...] = ()) -> ProcessesReported:
     """Return a report of nobody's replicas, with what ``machines`` say."""
     return ProcessesReported({}, frozenset(), frozenset(), now, machines=machines)
 
 
-def _hear_machines(s: LighthouseState, event: ProcessesReported) -> tuple[LighthouseState, frozenset[Incarnation]]:
-    """Take note of machines of incarnations; return which of these have exited now (`rules.Spread`)."""
+def _hear_machines(s: LighthouseState, event: ProcessesReported) -> tuple[LighthouseState, list[Spread]]:
+    """Take note of machines of incarnations; return those that have exited now."""
     if event.owner:  # placement knows nothing of them
-        return s, frozenset()
-    known = {(each.replica, each.incarnation): each for each in s.spread}
+        return s, []
+    known = {each.who: each for each in s.spread}
     for said in event.machines:
-        new = Spread(*said.who, said.machines, event.now, ())
-        heard = {machine: (at, gone) for machine, at, gone in known.get(said.who, new).heard}
+        each = known.get(said.who, Spread(event.now, ()))
+        heard = {before.machine: (at, before) for at, before in each.heard}
         if said.machine in heard or len(heard) < said.machines:
-            heard[said.machine] = event.now, said.gone or heard.get(said.machine, (0.0, False))[1]
-        rows = tuple((machine, *each) for machine, each in sorted(heard.items()))
-        known[said.who] = replace(known.get(said.who, new), machines=said.machines, heard=rows)
+            _, before = heard.get(said.machine, (0.0, said))
+            both = replace(said, gone=said.gone or before.gone, done=said.done or before.done)
+            heard[said.machine] = event.now, both
+        known[said.who] = replace(each, heard=tuple(heard[machine] for machine in sorted(heard)))
     silence_s, members = s.policy.evict_s, {member for epoch in s.epochs for member in epoch.members}
-    over = (who for who, each in known.items() if each.exited(event.now, silence_s))
-    ended = frozenset(who for who in over if entitled(s, "", who[0]))
-    awaited = (who for who in sorted(known) if who not in ended | s.exited)
+    over = [each for each in known.values() if each.exited(event.now, silence_s) and entitled(s, "", each.who[0])]
+    awaited = sorted(known.keys() - s.exited - {each.who for each in over})
     kept = tuple(known[who] for who in awaited if who in members or number_of(s, who))
-    return (s if kept == s.spread else replace(s, spread=kept)), ended
+    return (s if kept == s.spread else replace(s, spread=kept)), over
 
 
 def _contradicts(s: LighthouseState, event: ProcessesReported, replica: int) -> bool:

@@ -15,9 +15,10 @@ import pytest
 from ft_hsdp import protocol
 from ft_hsdp.config.network import NetworkConfig
 from ft_hsdp.control.exit_watch import Watched, shares, start
+from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.http_proof import HEADER
 from ft_hsdp.launch.backend.processes import free_port
-from ft_hsdp.protocol import MachineRanks, ProcessReport, SupervisorReply
+from ft_hsdp.protocol import ProcessReport, SupervisorReply
 from tests.support.answering import Answering, serving
 from tests.support.lighthouse.signed import proof
 
@@ -43,8 +44,8 @@ class Answer(Answering):
             return
         told = protocol.decode(body, ProcessReport)
         self.server.told.put(told)
-        known = tuple(each.incarnation for each in told.machines if each.gone)
-        self._proved(200, protocol.encode(SupervisorReply(0, 0, False, exited=known)))
+        gone = told.machine is not None and told.machine.gone
+        self._proved(200, protocol.encode(SupervisorReply(0, False, exited=gone)))
 
     def _proved(self, status: int, body: bytes) -> None:
         self.answer(status, body, {HEADER: proof(self.headers["Authorization"], status, body, TOKEN)})
@@ -67,7 +68,7 @@ def test_a_machine_of_several_says_also_that_its_ranks_live(tmp_path: Path, ligh
     rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     url = f"http://127.0.0.1:{lighthouse.server_port}"
     watch = start(watched((rank.pid,), url, machines=2), tmp_path / "log")
-    alive = ProcessReport({}, machines=(MachineRanks(NAME, "here", 2, False),))
+    alive = ProcessReport(machine=MachineRanks(NAME, "here", 2, gone=False))
     assert [lighthouse.told.get(timeout=30) for _ in range(2)] == [alive, alive]
     rank.communicate()
     assert watch.wait(30) == 0
@@ -92,7 +93,7 @@ def test_the_lighthouse_hears_of_the_end_of_the_last_rank(tmp_path: Path, lighth
     assert lighthouse.told.empty()
     assert watch.poll() is None
     ranks[1].communicate()
-    assert lighthouse.told.get(timeout=30) == ProcessReport({}, machines=(MachineRanks(NAME, "here", 1, True),))
+    assert lighthouse.told.get(timeout=30) == ProcessReport(machine=MachineRanks(NAME, "here", 1, gone=True))
     assert watch.wait(30) == 0
     assert (tmp_path / "log").read_text() == ""
 

@@ -111,7 +111,7 @@ def _fails(error: Exception) -> Callable[[httpx.Request], httpx.Response]:
         (lambda _: httpx.Response(302, headers={"Location": "http://elsewhere"}), "302"),
         (lambda _: httpx.Response(200, text="<html>"), "not a valid message"),
         (lambda _: httpx.Response(200, content=b"x" * ((1 << 20) + 1)), "allowed"),
-        (answer(SupervisorReply(0, 0, False)), "not expected"),
+        (answer(SupervisorReply(0, False)), "not expected"),
         (lambda _: httpx.Response(200, content=json.dumps({"type": "Grant", "body": {}})), "not a valid message"),
         (_fails(httpx.ConnectError("refused")), "ConnectError refused"),
         (_fails(httpx.ReadTimeout("slow")), "ReadTimeout slow"),
@@ -195,7 +195,7 @@ async def test_no_answer_of_a_squatter_is_one_and_it_is_said_once(caplog: pytest
                     await client.ask(ASK)
                 assert await client.find_holders(0, 0.0) is None
                 with pytest.raises(LighthouseUnreachable):
-                    await client.report(ProcessReport({}, ("1-x-0",)))
+                    await client.report(ProcessReport("1-x-0"))
         finally:
             await client.close()
     assert [squatter.url in record.getMessage() for record in caplog.records] == [True]

@@ -101,8 +101,6 @@ def test_another_text_is_no_name(text: str) -> None:
 
 def test_the_lives_before_are_those_of_the_same_run() -> None:
     third = IncarnationId(3, "abc", 2)
-    assert third.predecessors == (IncarnationId(3, "abc", 0), IncarnationId(3, "abc", 1))
-    assert third.previous == third.predecessors[-1]
+    assert third.previous == IncarnationId(3, "abc", 1)
     first = IncarnationId(3, "abc", 0)
-    assert first.predecessors == ()
     assert first.previous is None

@@ -14,6 +14,7 @@ import pytest
 
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Continue, Grant
+from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.protocol import Telemetry
 from tests.support.lighthouse.lighthouse_helpers import START, name, record
 from tests.support.lighthouse.program import Program, furnish
@@ -62,12 +63,13 @@ def storm(lighthouse: Program, rounds: int, looks: int) -> list[dict[str, float]
     """Replica 1 joins, beats and leaves `rounds` times while replica 0 trains; the sizes at `looks` moments."""
     port, made = int(lighthouse.url.rpartition(":")[2]), lighthouse.message
     steady = Line(port, "127.0.0.2")
-    supervisors = [Line(port, f"127.0.0.{n}") for n in range(3, 9)]
+    watches = [Line(port, f"127.0.0.{n}") for n in range(3, 9)]
     seen: list[dict[str, float]] = []
 
-    def report(turn: int, running: dict[int, str | None], *exited: str) -> None:
-        line = supervisors[turn % len(supervisors)]
-        line.send("/v1/processes", protocol.ProcessReport(running, exited))
+    def report(turn: int, begun: str = "", ended: str = "", done: bool = False) -> None:
+        line = watches[turn % len(watches)]
+        gone = MachineRanks(ended, "here", 1, gone=True, done=done) if ended else None
+        line.send("/v1/processes", protocol.ProcessReport(begun, gone))
         line.answer(protocol.SupervisorReply)
 
     held = START
@@ -79,12 +81,12 @@ def storm(lighthouse: Program, rounds: int, looks: int) -> list[dict[str, float]
         held = done.state_id
         return made(0, held, epoch=epoch, committed=done)
 
-    report(0, {0: name(0), 1: None})
+    report(0, name(0), name(1), done=True)
     steady.send("/v1/quorum", made(0))
     epoch = steady.answer(Grant).epoch
     for turn in range(rounds):
-        before, life = name(1, turn), turn + 1
-        report(3 * turn, {0: name(0), 1: name(1, life)}, before)
+        life = turn + 1
+        report(3 * turn, name(1, life))
         joiner = Line(port, f"127.0.0.{9 + turn % 8}")
         joiner.send("/v1/quorum", made(1, life=life))
         while True:  # until the joiner's ask has been read
@@ -97,12 +99,12 @@ def storm(lighthouse: Program, rounds: int, looks: int) -> list[dict[str, float]
         joiner.send("/v1/telemetry", Telemetry(name(1, life)))
         joiner.answer()
         joiner.close()
-        report(3 * turn + 1, {0: name(0), 1: None}, name(1, life))
+        report(3 * turn + 1, ended=name(1, life))
         steady.send("/v1/quorum", commit())
         epoch = steady.answer(Grant).epoch
         if (turn + 1) % (rounds // looks) == 0:
             seen.append(sizes(lighthouse.run, lighthouse.process.pid))
-    for line in (steady, *supervisors):
+    for line in (steady, *watches):
         line.close()
     return seen
 

@@ -28,10 +28,10 @@ async def test_the_agent_of_a_host_hears_that_the_script_is_to_blame() -> None:
     placing = PlacementPolicy(1, 1, RestartPolicy(1, 0.0))
     service, _ = make_service(total=1, placing=placing)
     report = HostReport("n0", "a", "here", 1, "127.0.0.1:4000")
-    reply = await service.host(ProcessReport({}, host=report))
+    reply = await service.host(ProcessReport(host=report))
     ended = (HostRanks(reply.assigned[0].incarnation, ended=(EndedRank(0, EXIT_CONFIG),)),)
     report = replace(report, number=2, ranks=ended, seen=reply.seen)
-    reply = await service.host(ProcessReport({}, host=report))
+    reply = await service.host(ProcessReport(host=report))
     assert (reply.assigned, bool(reply.halted), reply.wrong) == ((), True, True)
 
 
@@ -81,10 +81,10 @@ async def test_a_host_with_another_configuration_is_refused_by_the_key_and_gets_
     placing = PlacementPolicy(1, 1, RestartPolicy(3, 0.0))
     service, rows = make_service(config_hash="d" * 32, rules={"train.seed": "1"}, total=1, placing=placing)
     report = HostReport("near", "a", "here", 1, "127.0.0.1:1")
-    reply = await service.host(ProcessReport({}, host=report, rules={"train.seed": "2"}))
+    reply = await service.host(ProcessReport(host=report, rules={"train.seed": "2"}))
     assert reply.refused.startswith("train.seed is 2 here, and 1 in the job")
     assert (reply.wrong, reply.assigned, service.hosts()) == (True, (), [])
     assert [row["host"] for row in events(rows, "AskRefused")] == ["near"]
-    reply = await service.host(ProcessReport({}, host=report, rules={"train.seed": "1"}))
+    reply = await service.host(ProcessReport(host=report, rules={"train.seed": "1"}))
     assert reply.refused == ""
     assert reply.assigned

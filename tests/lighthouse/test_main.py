@@ -9,6 +9,7 @@ import pytest
 from ft_hsdp import address, protocol
 from ft_hsdp.config import Config, parse
 from ft_hsdp.core.grant import Continue
+from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import alive
 from ft_hsdp.secret import worker_token
@@ -48,8 +49,8 @@ def test_after_sigkill_the_same_epoch_goes_on_in_a_higher_term(run):
         assert again.answer(1, at(1, 1), epoch=1, max_term=grant.term) == Continue(1, 2)
         for replica in (0, 1):
             assert again.answer(replica, at(1, 2), epoch=1, max_term=grant.term) == Continue(1, 3)
-        exited = protocol.encode(protocol.ProcessReport({0: name(0)}, (name(1),)))
-        again.http.post(f"{again.url}/v1/processes", content=exited)
+        gone = protocol.ProcessReport(machine=MachineRanks(name(1), "here", 1, gone=True))
+        again.http.post(f"{again.url}/v1/processes", content=protocol.encode(gone))
         shrunk = again.answer(0, at(1, 2), epoch=1, after=1)
         assert (shrunk.term, shrunk.epoch, shrunk.ring) == (grant.term + 1, 2, (0,))
     rows = [json.loads(line) for line in (run / "lighthouse" / "events.jsonl").read_text().splitlines()]

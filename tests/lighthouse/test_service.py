@@ -18,6 +18,7 @@ from tests.support.lighthouse.lighthouse_helpers import (
     at,
     events,
     granted,
+    heard,
     make_service,
     name,
     quiet,
@@ -118,7 +119,7 @@ async def test_nothing_is_told_that_is_not_durable():
     assert not events(rows, "EpochGranted")
     assert service.state.epoch == 0
     with pytest.raises(StoreFailed):
-        service.processes(ProcessReport({0: None}, (name(0, 7),)))
+        heard(service, {0: None}, name(0, 7))
     assert not service.state.exited
     store.full = False
     assert isinstance(await service.ask(ask(1)), Grant)
@@ -164,7 +165,7 @@ async def test_the_end_is_told_to_replicas_and_supervisors():
     service, rows = make_service(steps=1, clock=looks)
     await granted(service, 0, 1)
     await asyncio.gather(*(service.ask(ask(r, at(1, 1), epoch=1)) for r in (0, 1)))
-    assert service.processes(ProcessReport({0: name(0)})).finished
+    assert service.processes(ProcessReport()).finished
     assert service.status()["finished"]
     assert not await looks.go_on()
     assert events(rows, "JobFinished")
@@ -218,10 +219,10 @@ async def test_a_newer_ask_of_a_replica_closes_the_older_one_but_a_fenced_one_do
 async def test_status_names_every_state():
     service, _ = make_service(total=7, steps=3)
     running: dict[int, str | None] = {0: name(0), 1: name(1), 2: name(2), 3: name(3), 4: name(4)}
-    service.processes(ProcessReport(running | {5: None}, (), (6,)))
-    service.processes(ProcessReport({2: None, 3: None, 4: None}))
+    heard(service, running | {5: None, 6: None}, lost=(6,))
+    heard(service, {2: None, 3: None, 4: None})
     await granted(service, 0, 1)
-    service.processes(ProcessReport(running))
+    heard(service, running)
     joiner = asyncio.create_task(service.ask(ask(2)))
     await quiet()
     first = asyncio.create_task(service.ask(ask(0, at(1, 1), epoch=1)))

@@ -9,6 +9,7 @@ from ft_hsdp import protocol
 from ft_hsdp.config import agreed, config_hash, parse
 from ft_hsdp.core.commit import MAX_ROWS, MAX_RUNS, AttemptId, CommitRecord, Contribution
 from ft_hsdp.core.grant import Grant, Refused
+from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, QuorumRequest
@@ -135,12 +136,11 @@ async def test_numbers_grow_by_little_and_the_largest_that_is_let_in_ends_nobody
 @pytest.mark.parametrize(
     "bad",
     [
-        ProcessReport({2: None}),
-        ProcessReport({}, ("2-run-0",)),
-        ProcessReport({}, (), (9,)),
-        ProcessReport({0: "1-run-0"}),
-        ProcessReport({}, ("nonsense",)),
-        ProcessReport({0: name(0)}, (name(0),)),
+        ProcessReport("2-run-0"),
+        ProcessReport("nonsense"),
+        ProcessReport(machine=MachineRanks("2-run-0", "a", 1, gone=True)),
+        ProcessReport(machine=MachineRanks(name(0), "a/b", 1, gone=True)),
+        ProcessReport(machine=MachineRanks(name(0), "a", 0, gone=True)),
     ],
 )
 def test_a_report_that_cannot_be_true_is_refused(bad):

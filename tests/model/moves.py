@@ -41,7 +41,7 @@ def successors(model: Model, w: World) -> Iterator[Move]:
     yield from _of_lighthouse(model, w)
     for r in range(model.bounds.replicas if w.drains else 0):
         order = quorum_events.Commanded("drain", r, "", 0.0)
-        plan = commands.plan(model.lighthouse(w), order, commands.Supervised())
+        plan = commands.plan(model.lighthouse(w), order)
         if isinstance(plan, commands.CommandPlan) and plan.due:
             yield f"an operator drains replica {r}", partial(model.drain, w, r)
 

@@ -120,7 +120,7 @@ class World:
         self.lost.append(host)
 
     def say(self, **reply: Any) -> None:
-        self.hosts.provide(SupervisorReply(0, 0, False, **reply))
+        self.hosts.provide(SupervisorReply(0, False, **reply))
 
     @property
     def names(self) -> list[str]:

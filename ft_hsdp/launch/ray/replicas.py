@@ -114,7 +114,7 @@ class RayReplicas(Replicas):
         async with self._reporting(LighthouseClient(*reach(self._config, self._run, urls, 0.0))) as client:
             while not hosts.failed:
                 with contextlib.suppress(LighthouseUnreachable):
-                    self._take(await client.report(ProcessReport({})))
+                    self._take(await client.report(ProcessReport()))
                 if self._ending:
                     until = until or time.monotonic() + waits.stop_s + waits.save_s + waits.gone_s
                     if hosts.end() or time.monotonic() > until:

@@ -12,8 +12,7 @@ import pytest
 from ft_hsdp.protocol import ProcessReport
 from lighthouse.http.app import MAX_REASON
 from lighthouse.quorum.state import Policy
-from lighthouse.service import SUPERVISED_S
-from tests.support.lighthouse.lighthouse_helpers import ADMIN, MemoryStore, Row, ask, name
+from tests.support.lighthouse.lighthouse_helpers import ADMIN, MemoryStore, Row, ask, heard, hosted, name
 from tests.support.lighthouse.site import Site
 
 
@@ -32,10 +31,6 @@ class Place:
         self.rows.append(row)
         self.noted.append(self.service.state)
 
-    def report(self, exited: tuple[str, ...] = (), without: tuple[int, ...] = ()) -> Any:
-        """What the supervisor says, and what it is told."""
-        return self.service.processes(ProcessReport({r: name(r) for r in range(3) if r not in without}, exited))
-
     async def order(self, path: str, **arguments: Any) -> httpx.Response:
         """One order."""
         return await self.http.post(f"/v1/admin/{path}", **arguments)
@@ -50,7 +45,7 @@ async def place() -> AsyncIterator[Place]:
     """A place that is started."""
     place = Place()
     async with place.http:
-        place.report(exited=())
+        place.service.state = hosted(place.service.state)
         await asyncio.gather(*(place.service.ask(ask(r)) for r in range(3)))
         yield place
 
@@ -79,7 +74,7 @@ async def test_an_eviction_ends_with_the_exit(place: Place) -> None:
     await place.order("replicas/1/evict", json={"reason": "hot"})
     (eviction,) = [row for row in place.rows if row["event"] == "ReplicaEvicted"]
     assert (eviction["incarnation"], eviction["reason"]) == (name(1), "by the operator: hot")
-    place.report((name(1),), without=(1,))
+    heard(place.service, {1: None}, name(1))
     assert (await place.order("replicas/1/evict")).json() == {"detail": "replica 1 does not run"}
 
 
@@ -89,20 +84,12 @@ async def test_a_scale_is_in_the_journal_is_told_to_supervisors_and_outlives_the
     (row,) = place.audited()
     assert (row["order"], row["replicas"], row["reason"]) == ("scale", 2, "a guest")
     assert "replica" not in row
-    assert place.report().drained == (2,)
+    assert place.service.processes(ProcessReport()).drained == (2,)
     assert place.service.status()["target"] == 2
     again = await place.order("scale", json={"replicas": 2})
     assert (again.status_code, len(place.audited())) == (200, 1)
     assert MemoryStore(place.store.rows).load(place.service.state.policy).target == 2
     assert MemoryStore(place.store.rows).load(Policy(slots=1, steps=10)).target == 1
-
-
-async def test_a_supervisor_that_is_away_cannot_be_ordered_to_kill(place: Place) -> None:
-    place.now += SUPERVISED_S + 1
-    response = await place.order("replicas/1/evict")
-    assert response.status_code == 409
-    assert response.json()["detail"].startswith("no host agent reports")
-    assert not place.audited()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ft_hsdp.protocol import SupervisorReply
 from ft_hsdp.secret import worker_token
 from lighthouse.http import quorum_route
 from lighthouse.placement.state import PlacementPolicy
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, ask, at, name
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, ask, at, heard, name
 from tests.support.lighthouse.site import KEY, Site
 
 V1 = [("POST", "/v1/quorum"), ("POST", "/v1/processes"), ("GET", "/v1/status"), ("GET", "/v1/holders")]
@@ -26,8 +26,8 @@ async def call(method, path, token=TOKEN, **arguments):
 
 
 async def test_processes_answers_with_the_protocols_message():
-    expected = SupervisorReply(0, 0, False)
-    report = protocol.ProcessReport({0: name(0, 1)}, (name(0),))
+    expected = SupervisorReply(0, False)
+    report = protocol.ProcessReport(name(0, 1))
     response = await call("POST", "/v1/processes", content=protocol.encode(report))
     assert protocol.decode(response.content, SupervisorReply) == expected
 
@@ -36,7 +36,7 @@ async def test_processes_answers_with_the_protocols_message():
 async def test_only_the_jobs_token_speaks_for_a_host(token, status):
     """A rank has the worker's token: with it nobody starts ranks, or reports the exits of a host."""
     site = Site(1, placing=PlacementPolicy(1, 1, RestartPolicy(1, 0.0)))
-    report = protocol.ProcessReport({}, host=HostReport("near", "a", "here", 1, "127.0.0.1:4000"))
+    report = protocol.ProcessReport(host=HostReport("near", "a", "here", 1, "127.0.0.1:4000"))
     answer = await site.call("POST", "/v1/processes", token, content=protocol.encode(report))
     assert answer.status_code == status
     assigned = status == 200
@@ -133,7 +133,7 @@ async def test_holders_are_named_for_a_replica_that_recovers():
         assert found == {"stands": True, "head": None, "agents": agents, "hosts": {}}
         for replica in (0, 1):
             service.submit(ask(replica, at(1, 3), epoch=1), None)
-        service.processes(protocol.ProcessReport({}, (name(1),)))
+        heard(service, {}, name(1))
         found = (await http.get("/v1/holders?replica=0")).json()
         assert found["stands"] is False
         assert found["head"] == {"commit_epoch": 1, "step": 3, "lineage": at(1, 3).lineage}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.core.host_report import EndedRank, HostRanks, HostReport
+from ft_hsdp.core.host_report import EndedRank, HostRanks, HostReport, MachineRanks
 from ft_hsdp.core.restart import RestartPolicy
 from ft_hsdp.core.state_id import initial
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_UNREACHABLE
@@ -13,12 +13,11 @@ from ft_hsdp.memory.hosts import Host
 from lighthouse.placement.machine import decide, refusal
 from lighthouse.placement.signs import assigned, fate, listed_hosts, seen
 from lighthouse.placement.state import PlacedReplica, PlacementPolicy, ReplicaPhase, remembered
-from lighthouse.quorum.commands import CommandPlan, Supervised, plan
+from lighthouse.quorum.commands import CommandPlan, plan
 from lighthouse.quorum.events import (
     Commanded,
     Event,
     HostClosed,
-    MachineReported,
     Note,
     ProcessesReported,
     Ticked,
@@ -476,7 +475,7 @@ def test_what_prevents_a_start_is_told_and_so_is_its_end(said: str) -> None:
 def test_only_its_hosts_are_believed_about_the_ranks_of_a_replica_that_is_placed() -> None:
     w = World("a", replicas=1, each=1)
     name = w.me().incarnation
-    gone = MachineReported((0, name), "a", 1, gone=True)
+    gone = MachineRanks(name, "a", 1, gone=True)
     for running in (None, "0-other-0"):
         report = {0: running}, frozenset({(0, name)}), frozenset({0}), w.now
         w.apply(ProcessesReported(*report, machines=(gone,)))
@@ -616,7 +615,7 @@ def test_an_order_to_kill_an_incarnation_and_one_about_a_host_end_it() -> None:
 
 def order(w: World, action: Any, host: str, *, force: bool = False) -> bool:
     command = Commanded(action, 0, "a new fan", w.now, host=host)
-    possible = isinstance(plan(w.s, command, Supervised(), force), CommandPlan)
+    possible = isinstance(plan(w.s, command, force=force), CommandPlan)
     if possible:
         w.apply(command)
     return possible

@@ -3,32 +3,28 @@ from typing import Any
 import pytest
 
 from ft_hsdp.core.grant import Continue, Finish, Grant, Refused
-from lighthouse.quorum.commands import CommandPlan, Impossible, Supervised, plan
+from lighthouse.quorum.commands import CommandPlan, Impossible, plan
 from lighthouse.quorum.events import Action, Commanded
 from lighthouse.status import describe
-from tests.support.lighthouse.lighthouse_helpers import Out, Script, at, name, record, refusal
-
-ALL = Supervised({0, 1, 2})
+from tests.support.lighthouse.lighthouse_helpers import Out, Script, at, hosted, name, record, refusal
 
 
 def order(job: Script, action: Action, replica: int = 0) -> Out:
     return job.feed(Commanded(action, replica, "test", job.now))
 
 
-def wanted(
-    job: Script, action: Action, replica: int = 0, known: Supervised = ALL, **more: Any
-) -> CommandPlan | Impossible:
-    return plan(job.s, Commanded(action, replica, "test", job.now), known, **more)
+def wanted(job: Script, action: Action, replica: int = 0, **more: Any) -> CommandPlan | Impossible:
+    return plan(job.s, Commanded(action, replica, "test", job.now), **more)
 
 
-def possible(job: Script, action: Action, replica: int = 0, known: Supervised = ALL, **more: Any) -> CommandPlan:
-    found = wanted(job, action, replica, known, **more)
+def possible(job: Script, action: Action, replica: int = 0, **more: Any) -> CommandPlan:
+    found = wanted(job, action, replica, **more)
     assert isinstance(found, CommandPlan), found
     return found
 
 
-def refused(job: Script, action: Action, replica: int = 0, known: Supervised = ALL, **more: Any) -> Impossible:
-    found = wanted(job, action, replica, known, **more)
+def refused(job: Script, action: Action, replica: int = 0, **more: Any) -> Impossible:
+    found = wanted(job, action, replica, **more)
     assert isinstance(found, Impossible), found
     return found
 
@@ -36,6 +32,7 @@ def refused(job: Script, action: Action, replica: int = 0, known: Supervised = A
 def working(**policy: Any) -> Script:
     """Three members that have committed one step of epoch 1, and ask for the second."""
     job = Script(**policy)
+    job.s = hosted(job.s)
     job.first(0, 1, 2)
     for r in (0, 1, 2):
         job.ask(r, at(1, 1), epoch=1)
@@ -65,17 +62,18 @@ def test_an_eviction_is_an_order_to_the_supervisor_of_the_incarnation_that_runs(
 
 
 @pytest.mark.parametrize(
-    ("replica", "known", "status", "words"),
+    ("replica", "agent", "status", "words"),
     [
-        (3, ALL, 404, "there is no replica 3; possible: 0 to 2"),
-        (-1, ALL, 404, "there is no replica -1"),
-        (2, ALL, 409, "replica 2 does not run"),
-        (1, Supervised({0}), 409, "no host agent reports of replica 1"),
+        (3, None, 404, "there is no replica 3; possible: 0 to 2"),
+        (-1, None, 404, "there is no replica -1"),
+        (2, None, 409, "replica 2 does not run"),
+        (1, 0, 409, "no host agent reports of replica 1"),
     ],
 )
-def test_what_cannot_be_evicted(job: Script, replica: int, known: Supervised, status: int, words: str) -> None:
+def test_what_cannot_be_evicted(job: Script, replica: int, agent: int | None, status: int, words: str) -> None:
     job.runs({2: None}, [(2, 0)])
-    found = refused(job, "evict", replica, known)
+    job.s = hosted(job.s, agent)
+    found = refused(job, "evict", replica)
     assert (found.status, found.detail[: len(words)]) == (status, words)
 
 

@@ -6,12 +6,10 @@ import pytest
 
 from ft_hsdp.core.grant import Continue, Refused
 from lighthouse.overview.replicas import Lanes
-from lighthouse.quorum.commands import CommandPlan, Impossible, Supervised, plan
+from lighthouse.quorum.commands import CommandPlan, Impossible, plan
 from lighthouse.quorum.events import Action, Commanded
 from lighthouse.status import describe
 from tests.support.lighthouse.lighthouse_helpers import Out, Script, at, refusal
-
-ALL = Supervised({0, 1, 2, 3})
 
 
 def order(job: Script, action: Action, number: int) -> Out:
@@ -20,7 +18,7 @@ def order(job: Script, action: Action, number: int) -> Out:
 
 
 def scale(job: Script, target: int, **more: Any) -> CommandPlan | Impossible:
-    return plan(job.s, Commanded("scale", 0, "test", job.now, target), ALL, **more)
+    return plan(job.s, Commanded("scale", 0, "test", job.now, target), **more)
 
 
 def planned(job: Script, target: int, **more: Any) -> CommandPlan:

@@ -1,17 +1,18 @@
 """When an incarnation on several machines, which no supervisor watches, has exited (`rules.Spread`)."""
 
 from ft_hsdp.core.grant import Hosts, Refused
-from ft_hsdp.protocol import MachineRanks, ProcessReport
-from lighthouse.quorum.commands import Impossible, Supervised, plan
-from lighthouse.quorum.events import Asked, Commanded, MachineReported, OpenRequest, ProcessesReported
+from ft_hsdp.core.host_report import MachineRanks
+from ft_hsdp.protocol import ProcessReport
+from lighthouse.quorum.commands import Impossible, plan
+from lighthouse.quorum.events import Asked, Commanded, OpenRequest, ProcessesReported
 from tests.support.lighthouse.lighthouse_helpers import START, Out, Script, at, make_service, name, report
 
 SILENCE_S = 10.0  # Policy.evict_s
 HOSTS: Hosts = (("zone/rack/a", 1), ("zone/rack/b", 1), ("zone/rack/c", 1))
 
 
-def said(job: Script, *machines: str, gone: bool = False) -> Out:
-    told = tuple(MachineReported((0, name(0)), machine, 3, gone) for machine in machines)
+def said(job: Script, *machines: str, gone: bool = False, done: str = "") -> Out:
+    told = tuple(MachineRanks(name(0), machine, 3, gone, done=done == machine) for machine in machines)
     return job.feed(ProcessesReported({}, frozenset(), frozenset(), job.now, machines=told))
 
 
@@ -36,6 +37,12 @@ def test_it_has_exited_when_all_its_machines_say_so_and_not_by_silence_alone() -
     assert not goes_on(job), "c has a living rank"
     assert "ExitReported" in said(job, "c", gone=True).notes
     assert (job.s.exited, job.s.spread) == ({(0, name(0))}, ())
+
+
+def test_its_script_is_done_if_one_of_its_machines_says_so_whichever_is_heard_last() -> None:
+    job = alone()
+    assert "JobFinished" not in said(job, "a", "b", gone=True, done="a").notes, "c has a living rank"
+    assert "JobFinished" in said(job, "c", gone=True).notes
 
 
 def test_a_machine_that_is_silent_counts_as_lost_but_only_after_a_while() -> None:
@@ -89,7 +96,7 @@ def test_an_order_that_says_yes_is_carried_out_and_others_are_refused() -> None:
 
 
 def refused(job: Script, host: str) -> int:
-    found = plan(job.s, lost(job, host), Supervised())
+    found = plan(job.s, lost(job, host))
     return found.status if isinstance(found, Impossible) else 0
 
 
@@ -102,7 +109,7 @@ def test_a_host_that_is_lost_is_one_of_as_many_as_its_watches_have_said() -> Non
 def test_a_watch_of_which_nobody_waits_to_hear_is_told_so() -> None:
     ranks = (MachineRanks("0-x-0", "a", 2, gone) for gone in (False, True))
     service, _ = make_service()
-    assert [service.processes(ProcessReport({}, machines=(each,))).exited for each in ranks] == [(), ("0-x-0",)]
+    assert [service.processes(ProcessReport(machine=each)).exited for each in ranks] == [False, True]
 
 
 def test_machines_beyond_those_that_there_are_take_no_memory() -> None:

@@ -29,6 +29,7 @@ from ft_hsdp.control import rank_channel
 from ft_hsdp.control.key_table import KeyTable, packed
 from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken, Contribution, Vote
 from ft_hsdp.core.grant import Grant, Member, Report
+from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.ring import RingPlan, operations
 from ft_hsdp.core.state_id import StateId
@@ -60,8 +61,8 @@ SAID: list[object] = [
     protocol.QuorumRequest(
         Report(0, "0-x-0", BASE, 3), ("10.0.0.1:80",), ("[::1]:81",), "c", "l", "n", hosts=(("a/7/n0", 1),)
     ),
-    *(protocol.Wait("why"), protocol.ProcessReport({0: "0-x-0", 1: None}, ("1-x-0",), (2,)), GRANT),
-    protocol.SupervisorReply(3, 4, False, "", (1,)),
+    *(protocol.Wait("why"), protocol.ProcessReport("0-x-0", MachineRanks("1-x-0", "a", 2, True)), GRANT),
+    protocol.SupervisorReply(4, False, "", (1,)),
     protocol.Telemetry("0-x-0", (ROW,), (ROW,), (protocol.RankBeat(0, 7, "here", 5),), 1),
     *(protocol.RankHello(1, "10.0.0.1:80", "10.0.0.1:81"), protocol.RankBroken(1, 2, "why", 0)),
     *(protocol.RankShown(1, GRANT), protocol.RankStopped(1, 2), protocol.RankLeaves(1)),

@@ -37,7 +37,7 @@ class Scene:
         """Begin, or go on with the same lighthouse as another agent ``before``."""
         self.run, self.reports, self.down, self.open = run, list[HostReport](), False, 0
         self.events = list[Row]()
-        self.reply = SupervisorReply(0, 0, False, seen="0") if before is None else before.reply
+        self.reply = SupervisorReply(0, False, seen="0") if before is None else before.reply
         self._changed = asyncio.Event()
         job = {"name": "job", "runs_dir": str(run.path.parent)}
         config = parse({"job": job, "timeouts": {"stop_s": 1.0}, **settings})
@@ -77,7 +77,7 @@ class Scene:
 
     def answers(self, *assigned: AssignedRanks, **more: Any) -> None:
         seen = str(int(self.reply.seen) + 1)
-        self.reply = SupervisorReply(0, 0, **{"finished": False, **more}, assigned=assigned, seen=seen)
+        self.reply = SupervisorReply(0, **{"finished": False, **more}, assigned=assigned, seen=seen)
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -26,6 +26,7 @@ import uvloop
 from ft_hsdp import protocol, tls
 from ft_hsdp.config import Config, parse
 from ft_hsdp.core.grant import Continue, Grant, Refused
+from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.core.restart import RestartPolicy
 from ft_hsdp.protocol import Wait
 from lighthouse.http import connections
@@ -35,7 +36,7 @@ from lighthouse.journal.database import SqliteDatabase
 from lighthouse.overview.overview import JobInfo
 from lighthouse.placement.state import PlacementPolicy
 from lighthouse.runtime import about as about_job
-from tests.support.lighthouse.lighthouse_helpers import START, ask, at
+from tests.support.lighthouse.lighthouse_helpers import START, ask, at, name
 from tests.support.lighthouse.signed import Signer
 from tests.support.lighthouse.site import KEYS, VIEWER, Site
 
@@ -165,10 +166,8 @@ class Healthy:
             self.problem = repr(error)
 
     def _train(self):
-        assert (
-            self._server.post("/v1/processes", protocol.encode(protocol.ProcessReport({1: None}, lost=(1,))))[0]
-            == 200
-        )
+        gone = protocol.ProcessReport(machine=MachineRanks(name(1), "here", 1, gone=True, done=True))
+        assert self._server.post("/v1/processes", protocol.encode(gone))[0] == 200
         state, epoch = START, 0
         while not self._end.is_set():
             code, content = self._server.post("/v1/quorum", protocol.encode(ask(0, state, epoch=epoch)))
@@ -197,17 +196,16 @@ async def main() -> None:
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.01)
     print(f"{'http' if context is None else 'https'}://127.0.0.1:{sock.getsockname()[1]}", flush=True)
-    while not serving.done():
-        if "database" in told:
-            site.service.processes(protocol.ProcessReport({3: "3-run-0"}))
-        await asyncio.wait([serving], timeout=1.0)
+    await serving
 
 
 def long_run(database: Path) -> Site:
     """A lighthouse with a made-up past."""
     about = JobInfo("pretrain", REPLICAS, 2, STEPS, config=about_job(Config()).config)
     chosen = {"steps": STEPS, "evict_s": 600.0, "placing": PlacementPolicy(1, 2, RestartPolicy(3, 0.0))}
-    return Site(REPLICAS, SqliteDatabase(database), about, job="pretrain", **chosen)
+    site = Site(REPLICAS, SqliteDatabase(database), about, job="pretrain", **chosen)
+    site.service.processes(protocol.ProcessReport("3-run-0"))
+    return site
 
 
 if __name__ == "__main__":

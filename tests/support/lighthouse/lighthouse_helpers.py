@@ -12,8 +12,10 @@ import uvicorn
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.grant import Answer, Grant, Refused, Report
+from ft_hsdp.core.host_report import HostReport
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.protocol import QuorumRequest
+from lighthouse.placement.state import Presence, PresentHost
 from lighthouse.quorum.events import (
     Asked,
     AskWithdrawn,
@@ -25,6 +27,7 @@ from lighthouse.quorum.events import (
     Reply,
     Ticked,
 )
+from lighthouse.quorum.rules import replace
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy, with_view
 from lighthouse.quorum.transition import transition
 from lighthouse.service import Service
@@ -199,6 +202,18 @@ def make_service(
         clock=clock,
     )
     return service, rows
+
+
+def hosted(s: LighthouseState, replica: int | None = None) -> LighthouseState:
+    """`s` with the agent of a host, which takes ranks of one replica, or of each."""
+    agent = HostReport("n0", "a", "here", 1, "127.0.0.1:29500", replica=replica)
+    return replace(s, presence=Presence(hosts={"n0": PresentHost(agent, 0.0)}))
+
+
+def heard(service: Service, running: Mapping[int, str | None], *exited: str, lost: Iterable[int] = ()) -> None:
+    """A service hears what runs, which incarnations have exited, and which replicas are given up."""
+    gone = frozenset((int(each.partition("-")[0]), each) for each in exited)
+    service.apply(ProcessesReported(running, gone, frozenset(lost), time.monotonic()))
 
 
 def refusal(answer: object) -> Refused:

@@ -93,9 +93,10 @@ class Server:
         answer = httpx.post(f"{self.url}/v1/telemetry", content=body, auth=BlockingProof(TOKEN), trust_env=False)
         assert answer.status_code == 204, answer.text
 
-    def report(self, host: str) -> None:
-        """Have the agent of a host report once."""
-        body = protocol.encode(ProcessReport({}, host=HostReport(host, "a", "here", 1, "127.0.0.1:29500")))
+    def report(self, host: str, replica: int | None = None) -> None:
+        """Have the agent of a host, which takes ranks of one replica or of each, report once."""
+        agent = HostReport(host, "a", "here", 1, "127.0.0.1:29500", replica=replica)
+        body = protocol.encode(ProcessReport(host=agent))
         httpx.post(f"{self.url}/v1/processes", content=body, auth=BlockingProof(TOKEN), trust_env=False)
 
 
