@@ -10,7 +10,6 @@ import pytest
 from ft_hsdp import protocol
 from ft_hsdp.core.host_report import HostReport
 from ft_hsdp.core.restart import RestartPolicy
-from ft_hsdp.protocol import SupervisorReply
 from ft_hsdp.secret import worker_token
 from lighthouse.http import quorum_route
 from lighthouse.placement.state import PlacementPolicy
@@ -23,13 +22,6 @@ V1 = [("POST", "/v1/quorum"), ("POST", "/v1/processes"), ("GET", "/v1/status"), 
 async def call(method, path, token=TOKEN, **arguments):
     """One request to a lighthouse of its own."""
     return await Site(1, database=False).call(method, path, token, **arguments)
-
-
-async def test_processes_answers_with_the_protocols_message():
-    expected = SupervisorReply(0, False)
-    report = protocol.ProcessReport(name(0, 1))
-    response = await call("POST", "/v1/processes", content=protocol.encode(report))
-    assert protocol.decode(response.content, SupervisorReply) == expected
 
 
 @pytest.mark.parametrize(("token", "status"), [(TOKEN, 200), (worker_token(TOKEN), 403)])
