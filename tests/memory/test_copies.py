@@ -28,6 +28,12 @@ def told(plan: Plan) -> list[tuple[int, int, str]]:
 NOTHING = Plan((), (), "")
 
 
+def test_a_replica_that_is_behind_is_no_copy() -> None:
+    behind = member(1, "r1h0", "r1h1", healthy=False)
+    assert told(missing_copies([member(0, "r0h0", "r0h1"), behind], 2, "host")) == [(0, 0, "r0h1"), (0, 1, "r0h0")]
+    assert missing_copies([behind], 2, "host") == NOTHING
+
+
 def test_narrower_replicas_are_no_copies_and_keep_none() -> None:
     narrow, wide = member(0, "r0h0", ranks=2), member(1, "r1h0", "r1h1", ranks=2)
     plan = missing_copies([narrow, wide], 2, "host")

@@ -21,6 +21,10 @@ LAYOUTS = ["L0", "L1"]
 HOSTS = ["r0h0", "r0h1"]
 
 
+def test_shards_of_two_states_are_no_state() -> None:
+    assert newest([held(5, 0, 0, "r0h0"), held(4, 0, 1, "r0h1")], 0, LAYOUTS, HOSTS) is None
+
+
 def test_a_newer_epoch_counts_more_than_a_higher_step() -> None:
     """After a job went back to a checkpoint, older epochs have higher steps."""
     rows = [held(9, 0, k, HOSTS[k], epoch=1) for k in (0, 1)] + [held(3, 0, k, HOSTS[k], epoch=2) for k in (0, 1)]

@@ -26,6 +26,19 @@ def steps(slots: SnapshotSlots) -> list[int]:
     return [held.state.step for held in slots.held()]
 
 
+def test_the_newest_settled_stays_until_a_newer_is_settled():
+    slots = with_slots(3)
+    write(slots, 1)
+    slots.mark_settled(state(1))
+    for step in (2, 3, 4):
+        write(slots, step)
+        assert 1 in steps(slots)
+    slots.mark_settled(state(4))
+    write(slots, 5)
+    write(slots, 6)
+    assert 1 not in steps(slots)
+
+
 def test_readers_cost_slots_and_never_a_wait():
     slots = with_slots(4)
     for step in (1, 2, 3, 4):
