@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -261,5 +262,7 @@ def _become(main: AgentMain, command: list[str], token: str, log: int, detached:
         entitle(command)
         os.environ[TOKEN_VARIABLE] = token
         code = main(command[3:])
+    except BaseException:
+        traceback.print_exc()  # into its log
     finally:
         os._exit(code)
