@@ -45,7 +45,7 @@ from benchmarks.results import (
 from ft_hsdp.config import dump
 from ft_hsdp.launch.backend.processes import free_port, tied
 from ft_hsdp.launch.run.directory import RunDir, write_job_files
-from ft_hsdp.secret import TOKEN_VARIABLE
+from ft_hsdp.secret import TOKEN_VARIABLE, worker_token
 
 TRANSPORTS = ("tcp", "shm")
 LEAD_S = 0.005  # from the command to the common start
@@ -164,7 +164,7 @@ def start(name: str, kind: str, setup: Setup, folder: Path, stack: ExitStack) ->
     for replica in range(setup.replicas):
         if kind == PRODUCT:  # the state agent waits for the ranks
             agent = tied("ft_hsdp.state.agent.server", "--replica", str(replica), "--host", LOOPBACK)
-            env = {TOKEN_VARIABLE: run.token.read_text().strip()}
+            env = {TOKEN_VARIABLE: worker_token(run.token.read_text().strip())}
             spawn(stack, agent, run.path.parent / f"agent-{replica}.log", env)
         if kind == PRODUCT or replica == 0:  # each replica of ft_hsdp has a store of its own
             port = free_port(LOOPBACK)
