@@ -140,7 +140,7 @@ def test_a_lone_replica_survives_a_broken_node_and_a_lost_one(tmp_path: Path) ->
             job.until(lambda: len(job.events("ReplicaStarted")) == 2, "the rank on another node")
             (cordoned,), (replaced,) = job.events("HostCordoned"), job.events("HostReplaced")
             assert cordoned["host"] == replaced["before"] == broken["host"]
-            assert "exit code 76" in cordoned["reason"]
+            assert "exit 76" in cordoned["reason"]
             job.until(lambda: len(job.events("Protected")) == 2, "copies again")
             job.more(1)
             assert [rank["host"] for rank in job.ranks(0)] == [kept["host"], replaced["host"]]
