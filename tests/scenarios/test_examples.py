@@ -30,7 +30,7 @@ SHOWN = {
         "python launcher.py up configs/shrink.yaml",
         "python launcher.py explain shrink",
     ],
-    ("machines", "configs/machines.yaml"): [
+    ("hosts", "configs/machines.yaml"): [
         "python launcher.py lighthouse configs/machines.yaml --url http://10.0.0.1:29500",
         "python launcher.py host configs/machines.yaml --lighthouse http://10.0.0.1:29500",
         "python launcher.py status",

@@ -14,6 +14,7 @@ from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankFetchFailed
+from ft_hsdp.state.agent.messages import FreeCopies
 from ft_hsdp.state.transfer import fetch
 from ft_hsdp.state.transfer.shard_manifest import Layout
 from ft_hsdp.train import orders
@@ -51,7 +52,7 @@ async def test_whatever_ends_a_fetch_is_reported(tmp_path: Path, error: Exceptio
 async def test_copies_of_a_replica_that_is_wrong_are_dropped(tmp_path: Path) -> None:
     snapshots: Any = mock.Mock()
     handler(tmp_path, snapshots).handle(DropCopies((2, 3)))
-    snapshots.drop_copies.assert_called_once_with((2, 3))
+    snapshots.order.assert_called_once_with(FreeCopies((2, 3)))
     snapshots.forget.assert_not_called()
 
 
