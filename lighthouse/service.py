@@ -223,7 +223,8 @@ class Service:
             except TimeoutError:
                 break
             except asyncio.CancelledError:  # the connection has ended before the answer
-                self._try(HostClosed(report.host, self._clock()))
+                if not self._closed:
+                    self._try(HostClosed(report.host, self._clock()))
                 raise
         return reply
 

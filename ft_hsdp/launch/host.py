@@ -10,11 +10,11 @@ import math
 import os
 import sys
 
-from ft_hsdp import secret, tls
+from ft_hsdp import secret
 from ft_hsdp.claim import Claim
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import stamped
-from ft_hsdp.control.lighthouse_client import REPLY_S, LighthouseClient
+from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.event_table import tell
@@ -24,6 +24,7 @@ from ft_hsdp.launch.backend.gpus import check_device, free_gpus, gpus_here
 from ft_hsdp.launch.backend.held import HeldForks
 from ft_hsdp.launch.backend.ranks import LocalRanks
 from ft_hsdp.launch.job import prepare_data, what_is_kept
+from ft_hsdp.launch.lighthouse_process import reach
 from ft_hsdp.launch.run.directory import JobFiles, Row, RunDir, Tailer, supervised, write_config
 from ft_hsdp.launch.standalone import alone, claimed, enter, name_of_agent
 from ft_hsdp.lifetime import stop_signals
@@ -115,12 +116,13 @@ async def serve(
     forks = await HeldForks.connect(
         holder, lambda pid, why: emit(supervised("ForkServerLost", f"{why}: {goes_on}", pid=pid))
     )
-    token, reply_s = secret.current(run.token), timeouts.evict_s / 3 + REPLY_S
-    client = LighthouseClient(urls, token, tls.client(config.network), run.lighthouse, reply_s)
+    client = LighthouseClient(*reach(config, run, urls, timeouts.evict_s / 3))
     reporter = Reporter("supervisor", client.tell)
     path, whole = agent_path(config, os.environ, replica_id), (config.hosts.per_replica or 1) == 1
     name = path.rpartition("/")[2]
-    await alone(name, lambda: forks.take_name(name_of_agent(token, name)), waits=replica_id is not None)
+    await alone(
+        name, lambda: forks.take_name(name_of_agent(secret.current(run.token), name)), waits=replica_id is not None
+    )
     file = run.path / f"host-{name}.yaml"
     write_config(file, config)  # only now: another process may have been this host
     hosts = config.hosts.per_replica or 1

@@ -250,21 +250,25 @@ class JobJournal:
             self._pending.append(JournalEntry(self._last, kind, row))
 
     def _arm(self) -> None:
-        if len(self._pending) >= MAX_PENDING and not self._disk.busy:
+        full = len(self._pending) >= MAX_PENDING and not self._disk.busy
+        if full or (self._pending and self._timer is None and not self._flush_later()):
             self._flush()
-        elif self._pending and self._timer is None:
-            try:
-                self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
-            except RuntimeError:  # no event loop, so no flush can be scheduled
-                self._flush()
+
+    def _flush_later(self) -> bool:
+        """Schedule a flush; return whether that is possible: without an event loop it is not."""
+        try:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
+        except RuntimeError:
+            return False
+        return True
 
     def _flush(self, durable: bool = False) -> None:
         """Store the pending rows, or later if the disk hangs; pass them to subscribers, overview and sinks."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._disk.busy and not self._closed and len(self._pending) < 2 * MAX_PENDING:
-            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
+        waits = self._disk.busy and not self._closed and len(self._pending) < 2 * MAX_PENDING
+        if waits and self._flush_later():
             return
         entries, self._pending = self._pending, []
         if not entries:

@@ -20,8 +20,8 @@ from ft_hsdp.config import Config
 from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostRanks
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Run
-from ft_hsdp.core.restart import LEAVING, Cause, exit_in_words
-from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.core.restart import LEAVING, Cause, exit_in_words, own_fault
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_USAGE, LighthouseUnreachable
 from ft_hsdp.launch.backend import gpus as gpu_shares
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.base import (
@@ -166,7 +166,7 @@ class HeldRanks(Changes):
         why = said.error if said else self._why.get(rank) or line.partition(": ")[2]
         cause = said.cause if said else ""
         first = not any(not each.killed for each in self.ends) and not gone.killed
-        if code not in LEAVING and not gone.killed and (broken := self._evidence()):
+        if own_fault(code) and code not in (EXIT_CONFIG, EXIT_USAGE) and (broken := self._evidence()):
             why, cause = f"{broken}; {why}", Cause.HARDWARE
         self.ends.append(EndedRank(rank, code, gone.killed, cause, why[:WHY]))
         if first:

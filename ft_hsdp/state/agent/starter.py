@@ -226,20 +226,14 @@ class ForkedAgent:
 
     def poll(self) -> int | None:
         """Return its exit code, negative for a signal; None while it runs."""
-        return self._reap(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        return self._reap(0)
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
 
     def kill(self) -> None:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)  # not reaped yet: no other process has its pid
-
-    def _reap(self, options: int) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, options)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
 
 
 def _become(main: AgentMain, command: list[str], token: str, log: int, detached: bool) -> NoReturn:

@@ -48,7 +48,15 @@ def test_a_line_counts_for_a_while_and_those_of_before_do_not(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("code", "killed", "said", "cause"),
-    [(-6, False, GONE, Cause.HARDWARE), (-6, False, "", ""), (-9, True, GONE, ""), (0, False, GONE, "")],
+    [
+        (-6, False, GONE, Cause.HARDWARE),
+        (75, False, GONE, Cause.HARDWARE),
+        (-6, False, "", ""),
+        (-9, True, GONE, ""),
+        (-9, False, GONE, ""),  # from outside
+        (64, False, GONE, ""),  # the configuration
+        (0, False, GONE, ""),
+    ],
 )
 def test_a_rank_that_ends_by_itself_beside_such_a_line_has_that_cause(
     code: int, killed: bool, said: str, cause: str, run_dir: RunDir

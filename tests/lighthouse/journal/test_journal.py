@@ -1,6 +1,7 @@
 import asyncio
 import json
 import math
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -511,6 +512,23 @@ async def test_rows_that_come_while_the_past_is_folded_are_in_the_overview(tmp_p
     assert [e["epoch"] for e in overview["epochs"]][-20:] == list(range(900, 920))
     journal.close()
     database.close()
+
+
+def test_without_an_event_loop_a_disk_that_hangs_loses_rows_and_raises_nothing(caplog):
+    answers = threading.Event()
+
+    class Hangs(MemoryDatabase):
+        def append(self, entries, *, durable=False):
+            answers.wait(10)
+            super().append(entries, durable=durable)
+
+    journal = make(Hangs())
+    for name in ("CheckedIn", "RingBroken"):
+        tell(journal, events=(event(name),))
+    answers.set()
+    journal.close()
+    assert [row["event"] for row in kept(journal)] == ["CheckedIn"]
+    assert [record.args[0] for record in caplog.records] == [1], "rows that are not stored"
 
 
 def test_memory_stays_bounded_over_many_rows(journal):
