@@ -123,7 +123,7 @@ class CallerGate:
         try:
             sock.send(MAGIC + stranger.challenge)
         except OSError:
-            self._drop(stranger)
+            self._drop(stranger, silent=True)
             return
         self._read(stranger)  # a caller that sends before it has read the challenge is seen at once
         if stranger not in self._strangers:

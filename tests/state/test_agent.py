@@ -337,6 +337,7 @@ def test_a_rank_with_one_thread_forks_its_agent_which_keeps_nothing_of_it(thread
     finally:
         agent.terminate()
     assert psutil.wait_procs([agent], timeout=10)[1] == []
+    assert "hung up" not in (tmp_path / "log").read_text(), "who looks whether it listens is no stranger"
 
 
 REPLICA = 8
