@@ -88,6 +88,10 @@ def local_hosts(config: Config, environment: Mapping[str, str]) -> list[LocalHos
     return named + [LocalHost(path(f"s{n}")) for n in range(spare)]
 
 
+class _HostDown(Exception):
+    """The host is down, by chaos: its agent ends at once, with its ranks."""
+
+
 class _HostClient(LighthouseClient):
     """A host's connection to the lighthouse: one that is down, by chaos, says nothing."""
 
@@ -97,7 +101,7 @@ class _HostClient(LighthouseClient):
 
     async def report(self, processes: ProcessReport) -> SupervisorReply:
         if self._down():
-            await asyncio.Event().wait()  # until its agent is cancelled
+            raise _HostDown
         return await super().report(processes)
 
 
@@ -197,7 +201,6 @@ class LocalReplicas(Replicas):
             tasks = asyncio.create_task(agent.run()), asyncio.create_task(self._while(host, down=False))
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                ended = tasks[0].done()
             finally:
                 for task in tasks:
                     task.cancel()
@@ -205,9 +208,9 @@ class LocalReplicas(Replicas):
                 await asyncio.gather(*(held.gone() for held in agent.held.values()))
                 await client.close()
                 self._live.discard(host.name)
-            if isinstance(found[0], Exception):
+            if isinstance(found[0], Exception) and not isinstance(found[0], _HostDown):
                 raise found[0]
-            if ended:
+            if not isinstance(found[0], BaseException):
                 self._ended = True
                 self._progress.wake()
                 return
