@@ -169,8 +169,18 @@ def test_each_shape_of_a_sharded_model_is_stepped_once_before_the_job(mesh: Devi
     Seen.stepped.clear()
     create_state(optimizer)
     everything = [tuple(p.shape) for p in model.parameters()]  # the step that makes the state
-    assert Seen.stepped[-4 - len(everything) :] == [*everything, (6, 4), (6,), (6, 6), (99,)]
+    # A small one stands for the large one, (99, 6).
+    assert Seen.stepped[-5 - len(everything) :] == [*everything, (6, 4), (6,), (6, 6), (4, 4), (99,)]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+def test_an_update_that_no_sharded_parameter_has_is_refused(mesh: DeviceMesh, layers: int) -> None:
+    """One that is the whole model is not stepped; a small one is, in its place."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(layers)))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    refused(lambda: create_state(optimizer), r"SGD.*a trial step fails: NotImplementedError")
 
 
 class Lion(torch.optim.Optimizer):

@@ -43,7 +43,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         like = next(p for p in _trainable(group) if p.dim() == dims)
         kind = dims, like.dtype, like.device, getattr(like, "placements", None), _kind(group)
         if kind not in tried:
-            tried[kind] = sorted(_try_out(optimizer, {**group, "params": [_small(like, 0).requires_grad_()]}))
+            drawn = _drawn(like, 0) if _is_of_torch(optimizer) else _small(like, 0)
+            tried[kind] = sorted(_try_out(optimizer, {**group, "params": [drawn.requires_grad_()]}))
         plan.append((group, dims, tried[kind]))
     loaded = {id(p) for p, state in optimizer.state.items() if state}
     for group, dims, keys in plan:
@@ -94,18 +95,20 @@ def _warm_up(optimizer: torch.optim.Optimizer) -> None:
     """Step a copy of one parameter of each shape, so that the first step is as fast as the later ones.
 
     In the first one torch finds out how each operation is sharded, for each shape: 0.2 s for a small transformer,
-    for which all would wait when a replica returns. Takes no more memory than the gradients do: large ones that
-    are a quarter of the model are left out, alike on all ranks.
+    for which all would wait when a replica returns. Takes no more memory than the gradients do: for those that are
+    a quarter of the model a small one stands, alike on all ranks. An update that no DTensor has is found here.
     """
     total = sum(p.numel() for p in _parameters(optimizer))
     for group in optimizer.param_groups:
         for like in {(p.shape, p.dtype): p for p in _trainable(group) if isinstance(p, DTensor)}.values():
-            if TRIAL_COPIES * like.numel() <= total:
-                trial = _trial(optimizer, {**group, "params": [like]})
-                (param,) = trial.param_groups[0]["params"]
+            whole = TRIAL_COPIES * like.numel() <= total
+            trial = _trial(optimizer, {**group, "params": [like if whole else _small(like, 0)]})
+            (param,) = trial.param_groups[0]["params"]
+            if whole:
                 state = optimizer.state[like].items()
                 trial.state[param].update({k: v if v is None else torch.zeros_like(v) for k, v in state})
-                param.grad = torch.zeros_like(param)
+            param.grad = torch.zeros_like(param)
+            with _refusing(optimizer):
                 trial.step()
 
 
@@ -136,6 +139,14 @@ def _kind(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return type(value).__name__, "" if isinstance(value, torch.Tensor) else repr(value)
     return "number", repr((value > 0) - (value < 0))
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer treats a DTensor as any tensor: a trial with whole ones is ten times as fast.
+
+    One of a user's own may ask a DTensor for its shards.
+    """
+    return type(optimizer).__module__.partition(".")[0] == "torch"
 
 
 def _small(like: torch.Tensor, seed: int) -> torch.Tensor:
@@ -170,7 +181,7 @@ def _try_out(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str
     eager = _eager(optimizer, group)
     for trial, param in ((natural, theirs), (ours, mine)):
         trial.state[param].update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in eager.items()})
-    try:
+    with _refusing(optimizer):
         for seed in range(TRIAL_STEPS):
             grad = _small(theirs, seed + 1)
             theirs.grad, mine.grad = grad.clone(), None
@@ -185,10 +196,6 @@ def _try_out(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str
                 _fill(mine, ours.state[mine], sorted(keys))
             mine.grad = grad.clone()
             ours.step()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise _refused(optimizer, f"a trial step fails: {type(error).__name__}: {error}") from error
     after, here = natural.state[theirs], ours.state[mine]
     if {k for k, v in after.items() if v is not None} != keys or set(here) - set(after):
         raise _refused(optimizer, "its state gets other tensors after its first step")
@@ -196,6 +203,17 @@ def _try_out(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str
     if not all(torch.equal(local(a), local(b)) for a, b in pairs):
         raise _refused(optimizer, "it trains differently when its state exists before its first step")
     return keys
+
+
+@contextlib.contextmanager
+def _refusing(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Refuse an optimizer whose trial step fails within a ``with`` block."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _refused(optimizer, f"a trial step fails: {type(error).__name__}: {error}") from error
 
 
 def _eager(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
