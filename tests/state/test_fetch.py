@@ -31,6 +31,8 @@ from ft_hsdp.state.transfer.fetch import (
 )
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
+from tests.support import answering
+from tests.support.answering import Answering
 from tests.support.forked import Forked
 from tests.support.known import admit
 from tests.support.state.state_helpers import STATE, TOKEN, Snapshot, chunks_of, no_thread, sealed
@@ -76,9 +78,7 @@ def evil(answer: Answer) -> Iterator[str]:
     """A donor that answers as it likes: ``answer(handler, manifest, data)``."""
     honest = snapshot()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(Answering):
         def handle(self) -> None:
             if admit(self.connection, TOKEN, Purpose.STATE):
                 super().handle()
@@ -86,20 +86,10 @@ def evil(answer: Answer) -> Iterator[str]:
         def do_GET(self) -> None:
             answer(self, shard_manifest.encode(honest.manifest), bytes(honest.data))
 
-        def log_message(self, *_: object) -> None:
-            pass
-
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
     server.handle_error = lambda *_: None  # type: ignore[method-assign]
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with answering.serving(server) as url:
+        yield url.removeprefix("http://")
 
 
 def say(h: BaseHTTPRequestHandler, body: bytes, length: int | None = None, status: int = 200) -> None:

@@ -4,7 +4,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ft_hsdp.launch.run.directory import RunDir, identity, write_json
 from ft_hsdp.launch.standalone import name_of_agent
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.train.identity import host_name
+from tests.support.answering import Answering, serving
 from tests.support.launch.launch_helpers import DEADLINE_S
 
 PAGE = (Path(__file__).parents[3] / "docs/doctor.md").read_text()
@@ -129,29 +130,21 @@ def test_the_page_has_a_row_for_every_check() -> None:
 # Beside a lighthouse that is elsewhere.
 
 
-class Elsewhere(BaseHTTPRequestHandler):
+class Elsewhere(Answering):
     """Answers with a clock that is `date`."""
 
     date: str | None = None
+    send_response = Answering.send_response_only  # without a date of its own
 
     def do_GET(self) -> None:
-        self.send_response_only(200)
-        if self.date is not None:
-            self.send_header("Date", self.date)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
+        self.answer(200, headers={} if self.date is None else {"Date": self.date})
 
 
 @pytest.fixture
 def elsewhere() -> Iterator[str]:
     Elsewhere.date = None
-    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere)) as url:
+        yield url
 
 
 def found(name: str, subject: Subject) -> Finding:

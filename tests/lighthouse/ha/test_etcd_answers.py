@@ -3,9 +3,9 @@
 import asyncio
 import base64
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from lighthouse.ha.election import Deposed, Election, EtcdStore
 from lighthouse.ha.etcd import Etcd, EtcdEntry, EtcdUnreachable
 from lighthouse.quorum.state import Policy
+from tests.support.answering import Answering, serving
 
 HEADER = {"cluster_id": "1", "member_id": "2", "revision": "7", "raft_term": "2"}
 POLICY = Policy(slots=2, steps=10)
@@ -26,47 +27,36 @@ def kv(key: str, value: str = "x", **more: Any) -> dict[str, Any]:
     return {"key": wire(key), "value": wire(value), "create_revision": "5", **more}
 
 
-class Fake:
+class Fake(ThreadingHTTPServer):
     """Says the same to every call, or what `say` makes of a path and a body."""
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
         self.calls: list[str] = []
         self.say: Callable[[str, dict[str, Any]], bytes] = lambda path, body: b""
         self.cut = False  # whether it hangs up in the middle of its answers
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                fake.calls.append(self.path)
-                data = fake.say(self.path, body)
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(data) + (10 if fake.cut else 0)))
-                self.end_headers()
-                self.wfile.write(data)
-                self.close_connection = fake.cut
-
-            def log_message(self, *_: Any) -> None:
-                """Nothing."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server_port}"
 
     def says(self, answer: object) -> None:
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self.say = lambda path, body: data
 
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+
+class Handler(Answering):
+    server: Fake
+
+    def do_POST(self) -> None:
+        self.server.calls.append(self.path)
+        data = self.server.say(self.path, json.loads(self.body()))
+        self.answer(200, data, {"Content-Length": str(len(data) + 10)} if self.server.cut else {})
+        self.close_connection = self.server.cut
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Fake]:
     made = Fake()
-    yield made
-    made.close()
+    with serving(made):
+        yield made
 
 
 @pytest.fixture
@@ -175,18 +165,13 @@ def test_a_connection_that_ends_in_the_middle_of_an_answer_counts_as_none(fake: 
 
 
 def test_another_endpoint_is_asked_where_one_says_something_odd(fake: Fake) -> None:
+    fake.says({"header": HEADER, "kvs": [kv("/k")], "count": "1"})
     odd = Fake()
     odd.says({"status": "ok"})
-    fake.says({"header": HEADER, "kvs": [kv("/k")], "count": "1"})
-    client = Etcd((odd.url, fake.url), 5.0)
-    try:
-        assert client.get("/k") == EtcdEntry("x", 5)
-        assert len(odd.calls) == 1
-        assert client.get("/k") == EtcdEntry("x", 5)
-        assert len(odd.calls) == 1, "it does not stay with the one that is understood"
-    finally:
-        client.close()
-        odd.close()
+    with serving(odd), closing(Etcd((odd.url, fake.url), 5.0)) as client:
+        for _ in range(2):
+            assert client.get("/k") == EtcdEntry("x", 5)
+            assert len(odd.calls) == 1, "it does not stay with the one that is understood"
 
 
 def test_a_token_that_does_not_come_is_one_clear_error(fake: Fake) -> None:
