@@ -76,19 +76,25 @@ def test_every_message_survives_the_wire(kind: type) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "null", "[]", "7", '"Ask"', "{}", '{"type": 3}', '{"type": "Wait"}', '{"type": ["Wait"], "body": {}}'],
+    [
+        *(
+            "",
+            "null",
+            "[]",
+            "7",
+            '"Ask"',
+            "{}",
+            '{"type": 3}',
+            '{"type": "Wait"}',
+            '{"type": ["Wait"], "body": {}}',
+        ),
+        *("[" * 100_000, '{"a":' * 50_000, "9" * 10_000),
+        *('{"type": "RunBatch", "body": {"step": 1e999}}', '{"type": "RunBatch", "body": {"step": "soon"}}'),
+    ],
 )
 def test_what_is_no_message_is_refused(text: str) -> None:
     with pytest.raises(ProtocolViolation):
-        protocol.decode(text.encode(), protocol.Wait)
-
-
-@pytest.mark.parametrize(
-    "data", [b"[" * 100_000, b'{"a":' * 50_000, b"9" * 10_000, b'{"type": "Feed", "body": {"step": 1e999}}']
-)
-def test_json_that_exhausts_the_parser_is_refused(data: bytes) -> None:
-    with pytest.raises(ProtocolViolation):
-        protocol.decode(data, effects.RunBatch)
+        protocol.decode(text.encode(), protocol.Wait, effects.RunBatch)
 
 
 def test_a_message_has_a_size_limit_that_is_checked_first() -> None:
@@ -136,8 +142,6 @@ def test_a_missing_or_mistyped_field_is_named() -> None:
     with pytest.raises(ProtocolViolation, match="Wait"):
         protocol.decode(b'{"type": "Wait", "body": {}}', protocol.Wait)
     with pytest.raises(ProtocolViolation):
-        protocol.decode(b'{"type": "Feed", "body": {"step": "soon"}}', effects.RunBatch)
-    with pytest.raises(ProtocolViolation):
         protocol.decode(b'{"type": "Reduce", "body": {"fence": {}, "role": "king", "prev": ""}}', effects.Reduce)
 
 
@@ -157,6 +161,7 @@ def test_a_missing_or_mistyped_field_is_named() -> None:
         {"void": (AttemptId(6, 13, 0),)},
         {"mac": ""},
         {"mac": "0" * 64},
+        *({"mac": odd} for odd in ("é", "\ud800", "\0", "x" * 1000)),
     ],
     ids=lambda f: next(iter(f)),
 )
@@ -184,12 +189,6 @@ def test_a_mac_tells_its_parts_apart(a: str, b: str) -> None:
     assert protocol.mac(TOKEN, a, b) != protocol.mac(TOKEN, a + b)
     assert protocol.genuine(TOKEN, protocol.mac(TOKEN, a, b), a, b)
     assert not protocol.genuine(TOKEN, protocol.mac(TOKEN, a, b), a, b + "!")
-
-
-@pytest.mark.parametrize("mac", ["é", "\ud800", "\0", "x" * 1000])
-def test_a_mac_that_is_no_row_of_digits_is_just_wrong(mac: str) -> None:
-    with pytest.raises(ProtocolViolation, match="wrong MAC"):
-        protocol.verify(TOKEN, replace(GRANT, mac=mac))
 
 
 ANY_LENGTH = bounded.MessageCodec(protocol.MESSAGES, 1 << 30)

@@ -178,14 +178,12 @@ def test_a_right_neighbour_that_takes_nothing(flavour: Flavour) -> None:
         assert len(sent) == 2 * 6
 
 
-def attack(ring: Rig, head: bytes, error: type[FTARError], payload: Tensor | None) -> None:
-    """Member 1 of 2 sends one frame; member 0 refuses it, and no memory is written."""
-    sums = Sums(ring, values(2, 8))
-    out = sums.outs[0].clone()
-    sender = ring.senders[1]
-    sender.begin(lambda _: None)
-    sent = None if payload is None else ring.tensor(1, payload)
-    sender.send(head, sent, False)
+def attack(ring: Rig, head: bytes, error: type[FTARError], payload: Tensor, n: int = 8) -> None:
+    """Member 1 of 2 sends one frame in a sum of ``n``; member 0 refuses it, and no memory is written."""
+    sums = Sums(ring, values(2, n))
+    out, sent = sums.outs[0].clone(), ring.tensor(1, payload)
+    ring.senders[1].begin(lambda _: None)
+    ring.senders[1].send(head, sent, False)
     got = sums.submit(0).wait().works[0].exception()
     assert isinstance(got, error), got
     assert same(sums.outs[0], out), "the output was written"
@@ -205,28 +203,14 @@ def test_a_frame_that_the_plan_does_not_have(flavour: Flavour, what: str) -> Non
     if what == "early" and flavour.connections > 1:
         inapplicable("no connection knows what the others carry")
     with rig(flavour, 2) as ring:
-        how = framing(ring, 1, 10)
-        if what == "early":  # the plan has it, but not yet: a final sum would be overwritten
-            early(ring)
+        how = framing(ring, 1, 64 if what == "early" else 10)
+        if what == "early":  # a final chunk of a later round: a final sum would be overwritten
+            attack(ring, how.header(how.operations[1], 1, False), ProtocolViolation, torch.ones(16), 64)
         elif what == "size":
             head = how.header(how.operations[0], 0, False) + entry(6).pack()
             attack(ring, head, ProtocolViolation, torch.ones(5))
         else:
             attack(ring, bytes(range(wire.HEADER.size)) + entry(6).pack(), ProtocolViolation, torch.ones(4))
-
-
-def early(ring: Rig) -> None:
-    """A final chunk of a later round comes first."""
-    n = 64
-    sums = Sums(ring, values(2, n))
-    out = sums.outs[0].clone()
-    how = framing(ring, 1, n)
-    ring.senders[1].begin(lambda _: None)
-    sent = ring.tensor(1, torch.ones(16))
-    ring.senders[1].send(how.header(how.operations[1], 1, False), sent, False)
-    error = sums.submit(0).wait().works[0].exception()
-    assert isinstance(error, ProtocolViolation), error
-    assert same(sums.outs[0], out), "the output was written"
 
 
 def test_closing_releases_whoever_waits(flavour: Flavour) -> None:

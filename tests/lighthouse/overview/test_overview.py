@@ -199,21 +199,22 @@ def test_a_ring_that_breaks_without_an_exit_is_told_once():
     assert [p["name"] for p in failure["phases"]] == ["quorum", "reconnect"]
 
 
-def test_a_replica_whose_ring_breaks_again_later_has_failed_again():
+@pytest.mark.parametrize(
+    ("later", "kind", "done"),
+    [
+        (
+            [ev(30, "RingBroken", 2, epoch=2, suspect=1), grant(30.2, 3, ALL), commit(31, 7, 3)],
+            "ring broken",
+            True,
+        ),
+        ([ev(30, "ReplicaExited", 1, kind="exit 1"), commit(31, 7, 2)], "exit 1", False),
+    ],
+)
+def test_a_replica_whose_ring_broke_long_ago_has_failed_again(later, kind, done):
     first = [ev(9.2, "RingBroken", 0, epoch=1, suspect=1), grant(9.4, 2, ALL), commit(10, 6, 2)]
-    again = [ev(30, "RingBroken", 2, epoch=2, suspect=1), grant(30.2, 3, ALL), commit(31, 7, 3)]
-    found = fold([*START, *first, *again]).told(0, 1e9, 1.0)
-    assert [(f["replica"], round(f["t"] - T, 3), f["done"]) for f in found] == [(1, 9.2, True), (1, 30.0, True)]
-
-
-def test_a_replica_that_dies_long_after_its_ring_broke_has_failed_again():
-    first = [ev(9.2, "RingBroken", 0, epoch=1, suspect=1), grant(9.4, 2, ALL), commit(10, 6, 2)]
-    dies = [ev(60, "ReplicaExited", 1, kind="exit 1"), commit(61, 7, 2)]
-    found = fold([*START, *first, *dies]).told(0, 1e9, 1.0)
-    assert [(f["kind"], round(f["t"] - T, 3), f["done"]) for f in found] == [
-        ("ring broken", 9.2, True),
-        ("exit 1", 60.0, False),
-    ]
+    found = fold([*START, *first, *later]).told(0, 1e9, 1.0)
+    told = [(f["replica"], f["kind"], round(f["t"] - T, 3), f["done"]) for f in found]
+    assert told == [(1, "ring broken", 9.2, True), (1, kind, 30.0, done)]
 
 
 def test_what_a_contribution_has_disproved_is_not_believed_later():

@@ -199,21 +199,14 @@ def test_a_drained_replica_is_not_waited_for_at_the_start(exited: bool) -> None:
     assert out.grant(0).ring == (0, 1)
 
 
-def test_a_drained_replica_does_not_hold_up_the_end() -> None:
-    job = working(steps=3)
-    order(job, "drain", 2)
-    step(job, 2, 0, 1, 2)
-    job.runs({2: None}, [(2, 0)])
-    job.ask(0, at(1, 3), epoch=1, leaving=(2,))
-    assert job.ask(1, at(1, 3), epoch=1).answers == {0: Finish(), 1: Finish()}
-
-
-def test_one_that_is_still_a_member_is_waited_for() -> None:
+def test_a_drained_replica_holds_up_the_end_while_it_is_a_member() -> None:
     job = working(steps=3)
     order(job, "drain", 2)
     step(job, 2, 0, 1, 2)
     job.ask(0, at(1, 3), epoch=1)
     assert not job.ask(1, at(1, 3), epoch=1).answers
+    job.ask(0, at(1, 3), epoch=1, leaving=(2,))
+    assert job.runs({2: None}, [(2, 0)]).answers == {0: Finish(), 1: Finish()}
 
 
 def test_a_checkpoint_is_demanded_until_somebody_has_heard_that_it_was_written(job: Script) -> None:
