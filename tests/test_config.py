@@ -3,7 +3,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -344,9 +343,3 @@ def test_what_replicas_must_share_is_listed_by_key_and_bounded() -> None:
     assert max(len(key) + len(value) for key, value in rules.items()) <= 200
     other = agreed(parse({"data": {"path": "x" * 3999 + "y"}, "max_replicas": 4}))
     assert [key for key in rules if rules[key] != other[key]] == ["data.path"]
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda f: f.name)
-def test_configs_that_we_ship_load(file: Path) -> None:
-    config = load(file)
-    assert parse(yaml.safe_load(dump(config))) == config

@@ -82,14 +82,6 @@ async def test_orders_and_reports() -> None:
             rank.line.close()
 
 
-async def test_all_here_has_a_deadline() -> None:
-    async with Leader(3) as leader:
-        rank = await Rank().connect(leader.port, hello(1))
-        with pytest.raises(TimeoutError):
-            await leader.hub.all_here(0.1)
-        rank.line.close()
-
-
 @pytest.mark.parametrize("said", [hello(0), hello(3), hello(-1)])
 async def test_a_wrong_hello_is_hung_up_on(said: RankHello) -> None:
     async with Leader(3) as leader:

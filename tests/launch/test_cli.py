@@ -80,6 +80,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["scale", "nowhere", "2"], 64, "run: got 'nowhere'"),
         (["scale", "nowhere", "many"], 64, "N: invalid int value"),
         (["trace", "nowhere"], 64, "run: got 'nowhere'"),
+        (["verify", "nowhere"], 64, "run: got 'nowhere'"),
         (["drain", "nowhere"], 64, "--replica"),
         (["bench"], 64, "what"),
         (["bench", "speed"], 64, "speed"),

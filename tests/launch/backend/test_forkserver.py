@@ -112,12 +112,6 @@ async def test_a_rank_ends_with_the_code_of_its_entry_and_its_output_is_in_its_l
     assert said in run_dir.rank_log(0, 0).read_text()
 
 
-async def test_the_exit_by_a_signal_is_negative_and_reaches_stopped_ranks(ranks: Ranks) -> None:
-    pid = await ranks.spawn_waiting()
-    await ranks.stopped(pid)
-    await ranks.killed(pid)
-
-
 async def test_a_rank_has_no_descriptor_of_the_server_of_one_thread_and_names_its_run(ranks, run_dir) -> None:
     log = run_dir.path / "uncalled.log"
     await ranks.server.spawn(env={"RANK": "1"}, config=run_dir.config, log=log, on_exit=lambda *_: None)

@@ -85,13 +85,6 @@ def test_a_run_without_a_step_has_a_summary() -> None:
     assert summary["replicas"]["1"] == {"step": 0, "lineage": "", "digest": "", "incarnations": 0}
 
 
-def test_feeding_another_batch_than_the_ledger_says_is_seen() -> None:
-    rows = history(3)
-    logs = fed(rows)
-    logs[0][1]["index"] = 0  # replayed its last batch
-    assert batches(rows, logs) == {"trained": 8, "duplicated": 0, "skipped": 1}
-
-
 def test_a_batch_in_two_commits_is_duplicated_and_feeding_it_again_for_one_is_not() -> None:
     rows = history(3)
     again = fed(rows)

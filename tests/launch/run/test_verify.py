@@ -406,11 +406,6 @@ def test_lines_that_one_replica_lost_are_those_that_others_have(run: RunDir) -> 
     assert (found.steps, found.breaches) == (STEPS, [])
 
 
-def test_a_path_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", str(tmp_path)]) == 64
-    assert "run directory" in capsys.readouterr().err
-
-
 def test_a_breach_ends_the_command_with_1(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     edit(run.summary, 1, lambda row: row.update(tokens=1))
     assert cli.main(["verify", "--json", str(run.path)]) == 1
