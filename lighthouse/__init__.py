@@ -17,8 +17,7 @@ Read in this order:
 
 - `quorum`: the decisions, pure. Start here.
 - `placement`: on which hosts the replicas run, pure; it has each event after the quorum.
-- `service`: one job; every event goes through `Service.apply`.
-- `evictions`: the orders to kill silent members.
+- `service`: one job; every event goes through `Service.apply`; `Evictions`: the orders to kill silent members.
 - `validation`: what a message may claim at all.
 - `store`: what must survive the lighthouse, in SQLite.
 - `http`: connections, tokens, limits and routes.

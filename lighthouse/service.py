@@ -20,7 +20,6 @@ from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.memory.hosts import Host
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Wait
 from lighthouse import status, validation
-from lighthouse.evictions import Evictions
 from lighthouse.http.rate_limits import Rates
 from lighthouse.placement import machine, signs
 from lighthouse.quorum import commands
@@ -40,8 +39,53 @@ from lighthouse.quorum.events import (
     Withdrawn,
 )
 from lighthouse.quorum.rules import Incarnation, replace
-from lighthouse.quorum.state import Agreement, LighthouseState, StateAgents, holders, wanted
+from lighthouse.quorum.state import Agreement, LighthouseState, StateAgents, alive, holders, wanted
 from lighthouse.store import StateSaver, Store, StoreFailed
+
+
+class Evictions:
+    """Orders to SIGKILL an incarnation, and members that get such an order if they stay silent.
+
+    Bounded by the number of incarnations that may live: an order ends with the exit of its incarnation.
+    """
+
+    def __init__(self) -> None:
+        self.orders: set[Incarnation] = set()
+        self._suspects: dict[Incarnation, float] = {}  # when to evict them, if they stay silent
+
+    @property
+    def pending(self) -> bool:
+        """Whether the passing of time can lead to an order."""
+        return bool(self._suspects)
+
+    def suspect(self, before: LighthouseState, replica: object, now: float) -> None:
+        """Note that a member of ``before``'s grant was left out for its silence: it is evicted if that lasts."""
+        since = now if before.since is None else before.since
+        for member in before.grant.members if before.grant else ():
+            if member.replica == replica:
+                self._suspects[member.replica, member.incarnation] = since + before.policy.evict_s
+
+    def order(self, s: LighthouseState, who: Incarnation) -> bool:
+        """Order the eviction of ``who`` unless it has exited; return whether this is a new order."""
+        self._suspects.pop(who, None)
+        if who in self.orders or not alive(s, who):
+            return False
+        self.orders.add(who)
+        return True
+
+    def settle(self, s: LighthouseState, event: Event, now: float) -> list[tuple[Incarnation, str]]:
+        """Drop what ``event`` has settled; return what is silent for too long, with the reasons to evict it."""
+        match event:
+            case Asked(request):
+                self._suspects.pop((request.report.replica, request.report.incarnation), None)
+            case ProcessesReported():
+                for who in [*self.orders, *self._suspects]:
+                    if s.views[who[0]].incarnation not in (None, who[1]) or not alive(s, who):
+                        self.orders.discard(who)
+                        self._suspects.pop(who, None)
+        late = [who for who, due in self._suspects.items() if now >= due]
+        return [(who, f"silent for {s.policy.evict_s:g} s since its ring broke") for who in late]
+
 
 LONG_POLL_S = 20.0  # a request that is open for this long is answered with Wait
 LINGER_S = 1.0  # such a request still counts for this long: the replica is about to repeat it
