@@ -7,10 +7,10 @@ that only the page needs.
 
 Read in this order:
 
-- `overview`: a row of the journal (`JournalEntry`), what does not change about a job (`JobInfo`), and `Overview`;
+- `overview`: a row of the journal (`JournalEntry`), what does not change about a job (`JobInfo`), `Overview`, and
+  `Protection`: whether a lost host can take the only copy of a shard with it;
 - `replicas`: the lane of each replica, that is which state it was in when;
 - `series`: curves of commits, and of the values of users' loops, thinned out to what a page can draw;
-- `protection`: whether a lost host can take the only copy of a shard with it;
 - `liveness`: stragglers and stalled replicas, found while the job runs.
 
 The package is pure: no library, no file, no clock; the time comes in as an argument (an import contract in

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lighthouse.overview.protection import Protected, Protection
+from lighthouse.overview.overview import Protected, Protection
 
 
 def fold(*rows: tuple[str, int] | tuple[str, int, dict[str, Any]] | tuple[int, ...]) -> Protected:
