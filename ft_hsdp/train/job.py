@@ -46,8 +46,7 @@ from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, parts_of, shard
 from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin, leaving_on_signals
 from ft_hsdp.train.lanes import check_fewer_ranks, check_update
 from ft_hsdp.train.loop.callbacks import CommittedStep
-from ft_hsdp.train.loop.logged_values import counts
-from ft_hsdp.train.loop.user_loop import UserLoop
+from ft_hsdp.train.loop.user_loop import UserLoop, counts
 from ft_hsdp.train.optimizer.committing import Ended, Optimizer
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, Optimizers, Schedule

@@ -5,7 +5,7 @@ import torch
 
 from ft_hsdp.config import load
 from ft_hsdp.launch.cli import main
-from ft_hsdp.launch.doctor import Bad, Subject, gpu
+from ft_hsdp.launch.doctor import Bad, Subject, host
 
 GPU = str(Path(__file__).parents[2] / "configs/gpu.yaml")
 
@@ -27,4 +27,4 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(tmp_path, capsys, comman
 def test_the_doctor_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(Bad, match=r"train\.device: got 'cuda'"):
-        gpu.device(Subject(load(Path(GPU))))
+        host.device(Subject(load(Path(GPU))))

@@ -13,7 +13,7 @@ from ft_hsdp.memory import shape
 from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.shared_memory import SnapshotBuffer
-from ft_hsdp.state.transfer import parts, served_parts, shard_manifest
+from ft_hsdp.state.transfer import parts, shard_manifest
 from ft_hsdp.state.transfer.fetch import Donor, NotFetched
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.parts import Scattered, Uncuttable
@@ -233,7 +233,7 @@ def test_the_parts_that_are_kept_are_few(serving: Make) -> None:
     def status(ranks: int) -> int:
         return get(served.address, f"{PATH}/0.4/manifest?for=0.{ranks}", TOKEN)[0]
 
-    asked = range(5, 5 + served_parts.MAX_KEPT + 1)
+    asked = range(5, 5 + parts.MAX_KEPT + 1)
     assert {status(ranks) for ranks in asked} == {200}
     served.rooms[0].bytes[layout(4, 0).tensors[0].offset] ^= 1
     assert [status(asked[-1]), status(asked[1])] == [200, 200]

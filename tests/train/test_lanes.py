@@ -20,7 +20,7 @@ from ft_hsdp.train.gradients import Feeding, Reducer
 from ft_hsdp.train.lanes import LanePlan
 from ft_hsdp.train.optimizer.groups import finish
 from ft_hsdp.train.replay.lanes import SharedLanes
-from ft_hsdp.train.state import lane_slices
+from ft_hsdp.train.state import live_state
 from ft_hsdp.train.state.packing import as_bytes
 from tests.support.ftar.ring_helpers import SHAPES, WideRank, WideRing, flat, joined, lanes_of, values
 from tests.support.waiting import async_until
@@ -355,9 +355,9 @@ def test_owners_of_a_lane_compare_the_same_bytes_of_the_state() -> None:
             chunk = -(-len(tensor) // width)
             shards.append(tensor[rank * chunk : (rank + 1) * chunk].contiguous())
         nbytes = [(shard.numel() * 4, 4) for shard in [*shards, steps]]
-        mine = lane_slices.pieces(plan, [*shapes, None], nbytes, width, rank)
+        mine = live_state.pieces(plan, [*shapes, None], nbytes, width, rank)
         held = [as_bytes(shard) for shard in [*shards, steps]]
-        each = [lane_slices.digest(step, pieces, held, b"") for pieces in mine]
+        each = [live_state.digest(step, pieces, held, b"") for pieces in mine]
         return dict(zip((lane.ring.number for lane in plan.lanes), each, strict=True))
 
     def of_replica(width: int, step: int, tensors: list[torch.Tensor]) -> dict[int, str]:

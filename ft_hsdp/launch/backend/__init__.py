@@ -9,8 +9,8 @@ Read the modules in this order:
     held        the same where the agent has a holder, in whose process the fork server's side is
     zygote      the fork server: the preloaded process from which ranks are forked
     entry       what runs in each rank: the trainer, or the user's script or function
-    children    ranks as children of the agent's process: signals, exits, adoption; rank_end: why a rank ended;
-                kernel_log: what the kernel says of the machine's hardware then
+    children    ranks as children of the agent's process: signals, exits, adoption
+    rank_end    why a rank ended: what it said itself, and what the kernel says of the machine's hardware then
     processes   how any process is started so that it does not outlive its parent
 
 The way of a start: `LocalRanks.start` -> `SparePool.take`, or `ForkServer.spawn` -> (socket) `zygote` -> fork ->

@@ -39,8 +39,8 @@ from ft_hsdp.launch.backend.base import (
 from ft_hsdp.launch.backend.forkserver import OnExit
 from ft_hsdp.launch.backend.gpus import GpuShares
 from ft_hsdp.launch.backend.held import KeptRank
-from ft_hsdp.launch.backend.kernel_log import KernelLog
 from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port, stands_still
+from ft_hsdp.launch.backend.rank_end import KernelLog
 from ft_hsdp.launch.backend.spares import SparePool
 from ft_hsdp.launch.progress import Changes
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json, supervised, write_json_later

@@ -7,10 +7,9 @@ Read the modules in this order:
 
     result    what is examined, the result of a check, and how a check runs a probe in a child process
     checks    all checks within one deadline; the user's script or function is compiled and not run
-    host      processors, open files, threads and memory of this machine; limits of its control groups
+    host      processors, open files, threads, memory and GPUs of this machine; limits of its control groups
     network   names, ports, the lighthouse and etcd on other machines, the clock
     storage   versions, the run's folder, the training data, room on disks, checkpoints
-    gpu       GPUs, through `probe`
     ray       the Ray cluster, through `probe`
 
 The call path: `doctor CONFIG` -> `examine` -> one function for each check -> `Finding`. Only `probe` imports

@@ -20,7 +20,7 @@ from ft_hsdp import tls
 from ft_hsdp.config import config_hash
 from ft_hsdp.config.entry import digest, is_function, locate, stamped, title
 from ft_hsdp.errors import FtHsdpError
-from ft_hsdp.launch.doctor import gpu, host, network, ray, storage
+from ft_hsdp.launch.doctor import host, network, ray, storage
 from ft_hsdp.launch.doctor.result import Bad, CheckState, Finding, Subject, Undecided
 
 DEADLINE_S = 20.0  # for all checks; usually they take a few seconds, Ray on a busy machine longer
@@ -111,7 +111,7 @@ CHECKS = (
     Check("files", host.files),
     Check("processes", host.processes),
     Check("memlock", host.memlock, lambda s: s.config.train.device != "cpu"),
-    Check("device", gpu.device),
+    Check("device", host.device),
     Check("ray", ray.ray, ray.wanted),
 )
 """In the order in which a job would meet the problems."""

@@ -9,8 +9,7 @@ Read the modules in this order:
     submit      the commands: from inside the cluster, or through its Jobs API
     replicas    `RayReplicas`: what the lighthouse says of the job, and what the driver does then; `StatusActor`
     hosts       `RayHosts`: which hosts there are, and what takes the place of a lost or a cordoned one
-    seats       the hosts that are wanted, and those that there are
-    reservation  a placement group, and the actors in it
+    seats       the hosts that are wanted, and those there are; `Reservation`: a placement group, and its actors
     placement   what a replica asks of a cluster; pure
     actor       `HostActor`: the agent of a host, on its node
     logs        copies what ranks write on their nodes to the run directory of the driver

@@ -30,8 +30,7 @@ from ft_hsdp.launch.ray.actor import ActorLocation, ActorSetup, HeldNews, HostOr
 from ft_hsdp.launch.ray.cluster import Cluster, cause
 from ft_hsdp.launch.ray.logs import LogReceiver
 from ft_hsdp.launch.ray.placement import PlacementRequest
-from ft_hsdp.launch.ray.reservation import Reservation
-from ft_hsdp.launch.ray.seats import HostGroup, Pool, RayHost, RayProcess, Seat, pools
+from ft_hsdp.launch.ray.seats import HostGroup, Pool, RayHost, RayProcess, Reservation, Seat, pools
 from ft_hsdp.launch.run.directory import Row, RunDir, supervised, write_json_later
 from ft_hsdp.protocol import SupervisorReply
 

@@ -12,7 +12,7 @@ Read the modules in this order:
 - `donor_connection`: `DonorConnection`: the reader's end of one connection; `ask_held`: what many agents have.
 - `striping`: what the threads of a fetch share: the vote on the manifest, and the chunks that are still to come.
 - `fetch`: `fetch`: asks the donors, receives from all at once, verifies.
-- `parts`: what one rank has for a rank of another width, as a stream of its own; `served_parts`: the donor's end.
+- `parts`: what one rank has for a rank of another width, as a stream of its own; `ServedParts`: the donor's end.
 - `reshape`: `fetch_shard`: fetches a shard from replicas of any width, put together from parts if need be.
 - `blocks`: slices of a user's static data, and how parts of many of them are fetched.
 

@@ -50,7 +50,7 @@ from ft_hsdp.state.pacing import CopyStream, Pacer, lower_priority
 from ft_hsdp.state.shared_memory import ServedSnapshot, SnapshotSource
 from ft_hsdp.state.transfer import parts, shard_manifest
 from ft_hsdp.state.transfer.donor_connection import CLASS, COPY, HELD
-from ft_hsdp.state.transfer.served_parts import ServedParts
+from ft_hsdp.state.transfer.parts import ServedParts
 
 PATH = re.compile(r"/v1/state/(\d{1,18})/(\d{1,18})/([0-9a-f]{32})/(\d{1,9})(?:\.(\d{1,9}))?/(manifest|data)")
 FOR = re.compile(r"for=(\d{1,9})\.(\d{1,9})")

@@ -9,9 +9,8 @@ Read in this order:
 - `callbacks`: functions of the user that are called with each committed step, with a state that was fetched or
   loaded, and at the end. Those on a commit are a part of applying the step;
 - `user_state`: state of the user that is part of the committed state. It changes in callbacks on a commit;
-- `logged_values`: numbers of the loop for the metrics, and which replica's numbers count;
-- `user_loop`: the part of `Job` with all of these; pauses, which are announced so that nobody takes them for a
-  hang.
+- `user_loop`: the part of `Job` with all of these; numbers of the loop for the metrics, and which replica's count;
+  pauses, which are announced so that nobody takes them for a hang.
 
 The way of a committed step: ``StepDriver._apply`` makes a `CommittedStep` of the record, and `LiveState.apply`
 calls ``Callbacks.call`` between the update of the weights and the state's new name. An error there ends the

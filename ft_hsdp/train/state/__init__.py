@@ -2,7 +2,8 @@
 
 Read the modules in this order:
 
-    live_state     the committed state that the rank holds: apply, load, copy
+    live_state     the committed state that the rank holds: apply, load, copy; what two replicas of unequal widths
+                   compare of their states
     packing        how its tensors become bytes and come back
     snapshots      copies of each state in the memory of the host's state agent
     checkpointing  a rank's part in writing and loading checkpoints
@@ -10,7 +11,6 @@ Read the modules in this order:
                    number of ranks
     copies         has copies made on other hosts, while the network is idle; copy_plan: which
     recovery       with which state a replica begins: from the memory of hosts, or from a checkpoint
-    lane_slices    what two replicas of unequal widths compare of their states
     block_store    static data of the user in the memory of hosts; block_data and block_submission are parts of it
 
 The way of a state: ``job._apply`` changes the live state; `SnapshotWriter` copies it into the agent's memory; the

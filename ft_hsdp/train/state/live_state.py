@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
+from ft_hsdp.memory.lanes import lanes
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Frozen
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
@@ -41,8 +43,55 @@ from ft_hsdp.train.lanes import LanePlan, Spans
 from ft_hsdp.train.loop.user_state import UserState, Values
 from ft_hsdp.train.optimizer.given import GIVEN, ChangedSetting
 from ft_hsdp.train.optimizer.groups import Groups, finish
-from ft_hsdp.train.state import lane_slices
 from ft_hsdp.train.state.packing import as_bytes, local, pack, state_digest, unpack, within
+
+# Replicas of unequal width compare a sixteenth of each lane (`core.state_id`). Ranks with one number hold other
+# rows there, and so other bytes. But all owners of a lane hold its rows: of the parameters, and of what the
+# optimizer keeps for them. What is not cut, such as counters of steps, is in the first lane of the replica.
+Pieces = list[tuple[int, int, int]]  # (index of the tensor, begin, end) in bytes of the rank's shard of it
+
+
+def pieces(
+    plan: LanePlan,
+    shapes: Sequence[tuple[int, ...] | None],
+    sizes: Sequence[tuple[int, int]],
+    width: int,
+    rank: int,
+) -> list[Pieces]:
+    """Return what each lane of a rank has of the state.
+
+    Args:
+        shapes: Of each tensor of the state the whole shape; None: it is not cut along dimension 0.
+        sizes: Of what this rank holds of each: (bytes, bytes of an element).
+
+    Returns:
+        For each lane, in the order of the plan. Rows whose owners have no lane of the gradient are in none.
+    """
+    found: dict[tuple[int, ...], Pieces] = {lane.owners: [] for lane in plan.lanes}
+    for index, (shape, (nbytes, itemsize)) in enumerate(zip(shapes, sizes, strict=True)):
+        if shape is None:
+            found.get((0,) * len(plan.widths), []).append((index, 0, nbytes))
+            continue
+        row, first = itemsize * prod(shape[1:]), rank * -(-shape[0] // width)
+        for lane in lanes({"": (shape, itemsize)}, plan.widths):
+            if lane.owner(width) == rank and lane.owners in found:
+                (rows,) = lane.rows
+                found[lane.owners].append((index, (rows.start - first) * row, (rows.stop - first) * row))
+    return list(found.values())
+
+
+def digest(step: int, mine: Pieces, shards: Sequence[torch.Tensor], more: bytes) -> str:
+    """Return the xxh3-128 of the slice of a lane that is compared after ``step`` steps, in hex."""
+    hashed, place = xxhash.xxh3_128(), 0
+    begin, end = state_id.slice_bounds(sum(b - a for _, a, b in mine), step)
+    for index, a, b in mine:
+        start, stop = max(a, a + begin - place), min(b, a + end - place)
+        if start < stop:
+            piece: Any = shards[index][start:stop].cpu().numpy()
+            hashed.update(piece.data)
+        place += b - a
+    hashed.update(more)
+    return hashed.hexdigest()
 
 
 class Offload:
@@ -109,7 +158,7 @@ class LiveState:
         self.changes: tuple[
             ChangedSetting, ...
         ] = ()  # what the script gives otherwise than the one of the checkpoint
-        self._lane_pieces: tuple[LanePlan, list[lane_slices.Pieces]] | None = None  # of the newest plan
+        self._lane_pieces: tuple[LanePlan, list[Pieces]] | None = None  # of the newest plan
         self._written: torch.cuda.Event | None = None  # what a copy of the state waits for
         self._recorded = "", ""  # lineage of the state that was packed last, and the digest of its slice then
         self._lock = threading.Lock()  # held by what changes or copies the state
@@ -309,12 +358,12 @@ class LiveState:
             cut = [isinstance(t, DTensor) and t.placements == (Shard(0),) for t in tensors]
             shapes = [tuple(t.shape) if by_rows else None for t, by_rows in zip(tensors, cut, strict=True)]
             sizes = [(t.numel() * t.element_size(), t.element_size()) for t in shards]
-            self._lane_pieces = plan, lane_slices.pieces(plan, shapes, sizes, self._ranks, self._rank)
+            self._lane_pieces = plan, pieces(plan, shapes, sizes, self._ranks, self._rank)
         held = [as_bytes(shard) for shard in shards]
         more = [self._user.encoded if lane.ring.number == 0 else b"" for lane in plan.lanes]
         both = zip(self._lane_pieces[1], more, strict=True)
         with self._reading():
-            return [lane_slices.digest(self.state.step, mine, held, user) for mine, user in both]
+            return [digest(self.state.step, mine, held, user) for mine, user in both]
 
     def _pieces(self, state: StateId) -> tuple[tuple[int, int, int], ...]:
         return within(self.layout, *state_id.slice_bounds(self.layout.nbytes, state.step))

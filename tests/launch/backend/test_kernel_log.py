@@ -8,7 +8,7 @@ from ft_hsdp.core.host_report import AssignedRanks
 from ft_hsdp.core.restart import Cause
 from ft_hsdp.launch.backend.base import RankProcess
 from ft_hsdp.launch.backend.forkserver import ForkServer
-from ft_hsdp.launch.backend.kernel_log import COUNTS_S, KernelLog, is_evidence
+from ft_hsdp.launch.backend.rank_end import COUNTS_S, KernelLog, is_evidence
 from ft_hsdp.launch.backend.ranks import Forked, HeldRanks
 from ft_hsdp.launch.run.directory import RunDir
 

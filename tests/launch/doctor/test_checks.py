@@ -18,7 +18,7 @@ from ft_hsdp.launch.doctor import (
     Undecided,
     checks,
     examine,
-    gpu,
+    host,
     network,
     result,
     storage,
@@ -402,12 +402,12 @@ def test_torch_is_as_new_as_this_package_wants(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_gpu_is_a_fact_on_the_cpu(tmp_path: Path) -> None:
-    assert state(gpu.device, ALONE) is OK
+    assert state(host.device, ALONE) is OK
     (tmp_path / "version").write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\n"
     )
-    assert gpu.driver(tmp_path / "version") == "570.86.15"
-    assert gpu.driver(tmp_path / "none") == ""
+    assert host.driver(tmp_path / "version") == "570.86.15"
+    assert host.driver(tmp_path / "none") == ""
 
 
 H200 = {"name": "H200", "capability": "9.0", "free": 140 * GIB}
@@ -428,13 +428,13 @@ SHARED = {"dim": 4096, "layers": 20, "heads": 32}  # 4.2e9 parameters: one rank 
     ],
 )
 def test_a_gpu_that_will_do(monkeypatch, gpus, model, wrong) -> None:
-    monkeypatch.setattr(gpu, "ask", lambda *_: {**SAID, "gpus": gpus})
+    monkeypatch.setattr(host, "ask", lambda *_: {**SAID, "gpus": gpus})
     subject = Subject(parse({"train": {"device": "cuda"}, "replicas": 2, "ranks_per_replica": 1, "model": model}))
     if wrong:
         with pytest.raises(Bad, match=wrong):
-            gpu.device(subject)
+            host.device(subject)
     else:
-        assert state(gpu.device, subject) is OK
+        assert state(host.device, subject) is OK
 
 
 def test_a_child_that_says_nothing_or_hangs_is_undecided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

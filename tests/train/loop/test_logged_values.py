@@ -9,7 +9,7 @@ from ft_hsdp.analysis.commits import MAX_VALUES
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.loop.callbacks import CommittedStep
-from ft_hsdp.train.loop.logged_values import checked, checked_step, counts
+from ft_hsdp.train.loop.user_loop import checked, checked_step, counts
 from tests.support.refused import refused
 from tests.train.test_job import made
 
