@@ -94,6 +94,25 @@ class World:
         self.has[host][name] = replace(mine, living=rest, ended=ended, fed=fed[0], usable=fed[1])
         self.report(host, obeys=False)
 
+    def leave(self, host: str, *ranks: int) -> None:
+        """Have ranks of a host leave, the first two if none is named."""
+        for rank in ranks or (0, 1):
+            self.ends(host, rank, EXIT_LEFT)
+
+    def contributed(self, *replicas: int) -> None:
+        """Replicas have contributed to a step."""
+        placed = self.s.placement
+        now = (replace(me, contributed=n in replicas) for n, me in enumerate(placed.replicas))
+        self.s = replace(self.s, placement=replace(placed, replicas=tuple(now)))
+
+    def at_step(self, step: int) -> None:
+        self.s = replace(self.s, head=replace(initial("c", "w"), step=step))
+
+    def lose(self, *hosts: str, after_s: float = EVICT_S + 1) -> None:
+        """Hosts are silent from now on, for so long that they count as lost."""
+        self.cut |= set(hosts)
+        self.settle(after_s)
+
     def me(self, replica: int = 0) -> PlacedReplica:
         return self.s.placement.replicas[replica]
 
@@ -146,8 +165,7 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_and_nothing_else_moves() -> 
     w = World("a", "b", "c", "d", "spare")
     assert w.runs() == {w.me(0).incarnation: ("a", "b"), w.me(1).incarnation: ("c", "d")}
     before = w.me(1).incarnation
-    w.cut.add("d")
-    w.settle(EVICT_S + 1)
+    w.lose("d")
     assert (w.me(1).used, w.me(1).restart.used) == (("c", "spare"), 0)
     assert w.me(0).restart.restarts == 0
     assert len(w.told("HostReplaced")) == 1
@@ -157,8 +175,7 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_and_nothing_else_moves() -> 
 def test_a_host_that_is_lost_with_all_ranks_is_replaced_and_has_not_exited_before_it_says_so() -> None:
     w = World("a", "b", "spare", each=1)
     before, run = w.me(1).incarnation, w.me(1).run
-    w.cut.add("b")
-    w.settle(EVICT_S + 1)
+    w.lose("b")
     assert w.me(1).used == ("spare",)
     assert (1, before) not in w.s.exited
     assert w.me(1).run != run  # the exit of a later incarnation would stand for that of this one
@@ -184,10 +201,8 @@ def test_silence_of_an_agent_alone_changes_nothing() -> None:
 
 def test_while_most_hosts_are_silent_the_lighthouse_is_cut_off() -> None:
     w = World("a", "b", "c", "d", "e")
-    w.cut |= {"a", "c", "d"}
-    w.settle(3 * EVICT_S)
-    w.cut |= {"b", "e"}
-    w.settle(EVICT_S)
+    w.lose("a", "c", "d", after_s=3 * EVICT_S)
+    w.lose("b", "e", after_s=EVICT_S)
     for host in "bdcea":  # they come back one after another
         w.cut.discard(host)
         w.settle(EVICT_S / 4)
@@ -196,8 +211,7 @@ def test_while_most_hosts_are_silent_the_lighthouse_is_cut_off() -> None:
 
 def test_a_lone_host_that_is_silent_is_not_lost_until_another_one_comes() -> None:
     w = World("a", replicas=1, each=1)
-    w.cut.add("a")
-    w.settle(3 * EVICT_S)
+    w.lose("a", after_s=3 * EVICT_S)
     assert w.me().phase is ReplicaPhase.RUNS
     w.join("b")
     w.settle(3 * EVICT_S)
@@ -243,25 +257,22 @@ def test_another_machine_with_the_name_of_a_lost_one_says_nothing_of_the_ranks_t
 def test_where_no_host_is_left_the_others_go_on_without_the_replica_or_it_has_fewer_ranks() -> None:
     for shrink_to, used, told in ((None, ("a", "b"), "ReplicaUnplaced"), (2, ("a",), "Shrunk")):
         w = World("a", "b", replicas=1, shrink_to=shrink_to)
-        w.s = replace(w.s, head=replace(initial("c", "w"), step=5))
-        w.cut.add("b")
-        w.settle(EVICT_S + PLACE_S + 1)
+        w.at_step(5)
+        w.lose("b", after_s=EVICT_S + PLACE_S + 1)
         assert (w.me().used, len(w.told(told))) == (used, 1)
-        w.s = replace(w.s, placement=replace(w.s.placement, replicas=(replace(w.me(), contributed=True),)))
+        w.contributed(0)
         w.cut.clear()
         w.settle()
         if shrink_to:
             assert assigned(w.s, "a")[0].leaves  # it can have all ranks again
-            w.ends("a", 0, EXIT_LEFT)
-            w.ends("a", 1, EXIT_LEFT)
+            w.leave("a")
             w.settle()
         assert w.me().used == ("a", "b")
 
 
 def test_a_replica_that_waits_in_vain_lends_its_host_to_another_one_and_gets_others_once_they_are_there() -> None:
     w = World("a", "b", "c", "d")
-    w.cut |= {"b", "d"}
-    w.settle(EVICT_S + PLACE_S + 1)
+    w.lose("b", "d", after_s=EVICT_S + PLACE_S + 1)
     assert w.runs() == {w.me(0).incarnation: ("a", "c")}
     (lent,) = w.told_as("HostLent")
     assert (lent.facts["replica"], lent.facts["host"], lent.facts["to"]) == (1, "c", 0)
@@ -279,8 +290,7 @@ def test_a_replica_that_is_to_start_again_later_keeps_its_hosts() -> None:
     for _ in range(2):
         w.ends("a", 0, 70)
         w.settle(1.0)
-    w.cut.add("d")
-    w.settle(EVICT_S + PLACE_S + 1)
+    w.lose("d", after_s=EVICT_S + PLACE_S + 1)
     assert w.runs() == {}
     w.settle(30.0)
     assert w.runs() == {w.me(0).incarnation: ("a", "b")}
@@ -290,11 +300,9 @@ def test_a_replica_that_is_wanted_again_gets_hosts_that_no_other_one_has() -> No
     w = World("a", "b", "c", "d")
     w.s = replace(w.s, drained=frozenset({0}))
     for host in "ab":
-        for rank in w.has[host][w.me().incarnation].living:
-            w.ends(host, rank, EXIT_LEFT)
+        w.leave(host, *w.has[host][w.me().incarnation].living)
     w.settle()
-    w.cut.add("d")
-    w.settle(EVICT_S + 1)
+    w.lose("d")
     assert w.runs() == {w.me(1).incarnation: ("c", "a")}
     w.s = replace(w.s, drained=frozenset())
     w.settle(PLACE_S + 1)
@@ -306,12 +314,10 @@ def test_a_replica_that_is_wanted_again_gets_hosts_that_no_other_one_has() -> No
 
 def test_of_two_replicas_with_fewer_ranks_the_one_that_gets_the_host_leaves() -> None:
     w = World("a", "b", "c", "d", shrink_to=2)
-    w.s = replace(w.s, head=replace(initial("c", "w"), step=5))
-    w.cut |= {"b", "d"}
-    w.settle(EVICT_S + PLACE_S + 1)
+    w.at_step(5)
+    w.lose("b", "d", after_s=EVICT_S + PLACE_S + 1)
     assert sorted(w.runs().values()) == [("a",), ("c",)]
-    replicas = tuple(replace(each, contributed=True) for each in w.s.placement.replicas)
-    w.s = replace(w.s, placement=replace(w.s.placement, replicas=replicas))
+    w.contributed(0, 1)
     w.cut.remove("b")
     w.settle()
     assert [assigned(w.s, host)[0].leaves for host in "ac"] == [True, False]
@@ -325,9 +331,8 @@ def test_of_two_replicas_with_fewer_ranks_the_one_that_gets_the_host_leaves() ->
 
 def test_fewer_ranks_that_end_before_they_contribute_are_blamed_alone_and_not_tried_for_ever() -> None:
     w = World("a", "b", replicas=1, shrink_to=2)
-    w.s = replace(w.s, head=replace(initial("c", "w"), step=5))
-    w.cut.add("b")
-    w.settle(EVICT_S + PLACE_S + 1)
+    w.at_step(5)
+    w.lose("b", after_s=EVICT_S + PLACE_S + 1)
     for used, told in ((("a",), 0), (("a",), 1)):
         assert w.runs() == {w.me().incarnation: used}
         w.ends("a", 0, 70)
@@ -366,8 +371,7 @@ def test_a_broken_host_ends_its_replica_if_no_other_one_can_come(alone: bool, sp
     for host in (*w.homes, *(["s"] if spare else [])):
         w.join(host)
     w.settle()
-    others = [replace(me, contributed=True) for me in w.s.placement.replicas[1:]]
-    w.s = replace(w.s, placement=replace(w.s.placement, replicas=(w.me(), *others)))
+    w.contributed(1)
     w.ends("a", 0, EXIT_HARDWARE)
     w.settle()
     assert bool(w.s.halted) == (alone and not spare)
@@ -415,7 +419,7 @@ def test_a_script_that_ends_each_replica_before_the_first_step_ends_the_job(code
 def test_what_ends_all_is_not_blamed_on_units_though_a_commit_is_heard_of_meanwhile() -> None:
     w = World("a", "b", each=1, restart=RestartPolicy(9, 0.0))
     for step in (4, 5, 5):
-        w.s = replace(w.s, head=replace(initial("c", "w"), step=step))
+        w.at_step(step)
         for host, units in (("a", (0, 5, 2)), ("b", (1, 5, 2))):
             w.ends(host, 0, 75, (units, True), cause="script")
         w.settle(5.0)
@@ -500,15 +504,13 @@ def test_a_host_of_one_replica_runs_that_alone_and_a_second_one_stands_by() -> N
     assert not w.s.views[0].lost
     w.join("c")
     w.settle()
-    w.cut.add("c")
-    w.settle(EVICT_S + 1)
+    w.lose("c")
     assert (w.me(0).phase, w.me(0).used) == (ReplicaPhase.RESTS, ("c",))  # b is not for replica 0
     w.cut = {"a"}
     w.settle(EVICT_S + 1)
     assert w.me(1).used == ("b",)
     w.leaving.add("b")
-    w.ends("b", 0, EXIT_LEFT)
-    w.ends("b", 1, EXIT_LEFT)
+    w.leave("b")
     w.settle()
     assert w.s.views[1].lost  # nobody waits for it
 
@@ -543,7 +545,7 @@ def test_a_replica_whose_script_is_done_has_ended_for_its_host() -> None:
 def test_a_host_is_not_left_for_what_comes_from_outside(code: int, used: int) -> None:
     w = World("a", "b", "c", each=1)
     for step in (1, 2, 3):
-        w.s = replace(w.s, head=replace(initial("c", "w"), step=step))  # the other replica trains
+        w.at_step(step)  # the other replica trains
         w.ends("a", 0, code)
         w.settle(10.0)
     assert (w.me().used, w.me().restart.used) == (("a",), used)
@@ -555,11 +557,8 @@ def test_a_host_that_ends_ranks_again_and_again_is_left_if_others_train_beside_t
 ) -> None:
     w = World("a", "b", "c", each=1, restart=RestartPolicy(9, 0.0))
     for step in (1, 2, 3):
-        mine, other = w.s.placement.replicas
-        replicas = replace(mine, contributed=True), replace(other, contributed=beside)
-        w.s = replace(
-            w.s, head=replace(initial("c", "w"), step=step), placement=replace(w.s.placement, replicas=replicas)
-        )
+        w.at_step(step)
+        w.contributed(0, *([1] if beside else []))
         w.ends("a", 0, -11)
         w.settle(10.0)
     assert w.me().used == (used,)
@@ -570,8 +569,7 @@ def test_a_host_that_is_told_to_end_gives_its_ranks_to_a_spare_one() -> None:
     w.leaving.add("a")
     w.report("a")
     assert assigned(w.s, "a")[0].leaves
-    for rank in (0, 1):
-        w.ends("a", rank, EXIT_LEFT)
+    w.leave("a")
     w.settle()
     assert (w.me().used, w.me().restart.used) == (("b",), 0)
 
@@ -584,8 +582,7 @@ def test_after_the_lighthouse_was_started_again_all_stays_where_it_is() -> None:
     w.report("b")
     w.settle(EVICT_S / 2)
     assert w.s.placement == remembered(before)
-    w.cut.add("a")
-    w.settle(2 * EVICT_S)
+    w.lose("a", after_s=2 * EVICT_S)
     assert w.me().used == ("c",)
 
 
@@ -631,14 +628,13 @@ def test_the_ranks_of_a_drained_host_move_to_a_spare_one_and_it_gets_none_until_
     assert order(w, "drain-host", "b")
     assert [assigned(w.s, name)[0].leaves for name in "abc"] == [True, True, False]
     assert not order(w, "drain-host", "c"), "the spare host is promised"
-    for host, rank in (("a", 0), ("a", 1), ("b", 2), ("b", 3)):
-        w.ends(host, rank, EXIT_LEFT)
+    w.leave("a")
+    w.leave("b", 2, 3)
     w.s = replace(LighthouseState.empty(w.s.policy, term=2), placement=remembered(w.s.placement))
     w.settle()  # the lighthouse was started again
     assert (w.me().used, w.me().restart.used, w.me(1).restart.restarts) == (("a", "e"), 0, 0)
     assert w.told("HostReplaced")[0].endswith("a new fan")
-    w.cut.add("e")
-    w.settle(EVICT_S + 1)
+    w.lose("e")
     assert [state_of(w, name) for name in "abe"] == [("waiting", None), ("cordoned", None), ("silent", None)]
     order(w, "undrain-host", "b")
     w.settle()
@@ -649,8 +645,7 @@ def test_a_host_is_drained_without_a_spare_one_only_by_force_and_one_without_ran
     w = World("a", "b", each=1)
     assert not order(w, "drain-host", "a")
     assert order(w, "drain-host", "a", force=True)
-    for rank in (0, 1):
-        w.ends("a", rank, EXIT_LEFT)
+    w.leave("a")
     w.settle()
     w.join("c")
     w.join("d")
@@ -668,8 +663,7 @@ def test_a_host_of_one_zone_has_ranks_of_its_replicas_alone() -> None:
         w.join(host)
     w.settle()
     assert [w.me(replica).used for replica in range(3)] == [("a",), ("c",), ("b",)]
-    w.cut |= {"a", "c"}
-    w.settle(EVICT_S + PLACE_S + 1)
+    w.lose("a", "c", after_s=EVICT_S + PLACE_S + 1)
     assert (w.me(0).phase, w.me(1).used) == (ReplicaPhase.RESTS, ("d",))
     w.only = dict.fromkeys("abcd", (0, 1, 2))
     w.ends("d", 0, EXIT_HARDWARE)
@@ -682,9 +676,7 @@ def test_a_replica_moves_to_the_host_where_its_ranks_wait_only_if_another_one_tr
     for trains in (False, True):
         w = World("a", "b", "c", each=1)
         if trains:
-            w.s = replace(
-                w.s, placement=replace(w.s.placement, replicas=(w.me(), replace(w.me(1), contributed=True)))
-            )
+            w.contributed(1)
         w.warm = {"c"}
         w.ends("a", 0, 1)
         w.settle()
@@ -699,9 +691,7 @@ def test_a_replica_moves_to_the_host_where_its_ranks_wait_only_if_another_one_tr
 
 def test_of_several_replicas_each_takes_another_host_where_ranks_wait() -> None:
     w = World(*"abcde", each=1, replicas=3)
-    w.s = replace(
-        w.s, placement=replace(w.s.placement, replicas=(w.me(), w.me(1), replace(w.me(2), contributed=True)))
-    )
+    w.contributed(2)
     w.warm = {"e"}
     w.report("e")
     w.cut = {"a", "b"}
