@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -292,6 +293,9 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+weighed = partial(Case, loss=of_targets, weigh=counted, settings={"data.weight": "tokens"})
+
+
 CASES: dict[str, Case] = {
     "plain": Case("a decoder, each block sharded for itself"),
     "root": Case("the root alone is sharded", shard=whole),
@@ -332,13 +336,7 @@ CASES: dict[str, Case] = {
         "each parameter group is clipped by a norm of its own", optimizers=clipped_groups, tolerance=5e-6
     ),
     "accumulate": Case("three micro-batches a step", accumulate=3),
-    "padded": Case(
-        "padded batches, weighed by their tokens",
-        loss=of_targets,
-        batch=padded,
-        weigh=counted,
-        settings={"data.weight": "tokens"},
-    ),
+    "padded": weighed("padded batches, weighed by their tokens", batch=padded),
     "tensor_parallel": Case(
         "tensor parallel: `parallelize_module`, the sequence in parts between; `ranks_per_unit: 2`",
         parallel_models.Llama,
@@ -363,23 +361,14 @@ CASES: dict[str, Case] = {
         clip=0.5,
         ranks=4,
     ),
-    "expert_parallel_weighed": Case(
+    "expert_parallel_weighed": weighed(
         "expert parallel, padded batches, weighed by their tokens",
         lambda: parallel_models.Llama(experts=True),
         expert_parallel,
-        loss=of_targets,
         batch=padded_or_empty,
-        weigh=counted,
         ranks=4,
-        settings={"data.weight": "tokens"},
     ),
-    "packed": Case(
-        "packed batches of unequal length, weighed by their tokens",
-        loss=of_targets,
-        batch=packed,
-        weigh=counted,
-        settings={"data.weight": "tokens"},
-    ),
+    "packed": weighed("packed batches of unequal length, weighed by their tokens", batch=packed),
     "batch_norm": Case(
         'BatchNorm with running statistics, batch_norm="mean"',
         lambda: Convolutional(nn.BatchNorm1d),

@@ -13,6 +13,14 @@ from tests.support.core.transcript import FOLDER, Driver, replay
 TRANSCRIPTS = sorted(FOLDER.glob("*.txt"))
 
 
+def driven(*lines: str) -> Driver:
+    """A replica to which these lines have happened."""
+    driver = Driver()
+    for line in lines:
+        driver.feed(line)
+    return driver
+
+
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda p: p.stem)
 def test_transcript(path: Path) -> None:
     expected = path.read_text()
@@ -26,17 +34,13 @@ def test_a_transcript_that_is_not_true_is_noticed() -> None:
 
 
 def test_whoever_is_done_does_nothing_more() -> None:
-    driver = Driver()
-    driver.feed("replica me=0 steps=2")
-    driver.feed("refused code=75")
+    driver = driven("replica me=0 steps=2", "refused code=75")
     for line in ("grant epoch=1 base=zero members=0,1", "finish", "leave", "unanswered"):
         assert driver.feed(line) == ["= done on zero, no ring"]
 
 
 def test_attempts_on_one_ring_are_bounded() -> None:
-    driver = Driver()
-    driver.feed("replica me=0 steps=2")
-    driver.feed("grant epoch=1 base=zero members=0,1")
+    driver = driven("replica me=0 steps=2", "grant epoch=1 base=zero members=0,1")
     attempts = 0
     while driver.me.intact:
         attempts += 1
@@ -71,9 +75,7 @@ def test_a_checkpoint_that_takes_each_of_its_writers_along_is_given_up() -> None
 
 def test_a_job_that_only_skips_ends_before_its_restarts_are_refilled() -> None:
     assert MAX_SKIPS < REFILL_STEPS
-    driver = Driver()
-    driver.feed("replica me=0 steps=99")
-    driver.feed("grant epoch=1 base=zero members=0")
+    driver = driven("replica me=0 steps=99", "grant epoch=1 base=zero members=0")
     said: list[str] = []
     for step in range(1, MAX_SKIPS + 1):
         said = driver.feed("reduced poisoned=0")
@@ -82,9 +84,7 @@ def test_a_job_that_only_skips_ends_before_its_restarts_are_refilled() -> None:
 
 
 def test_a_finite_step_in_between_starts_the_count_anew() -> None:
-    driver = Driver()
-    driver.feed("replica me=0 steps=99")
-    driver.feed("grant epoch=1 base=zero members=0")
+    driver = driven("replica me=0 steps=99", "grant epoch=1 base=zero members=0")
     for step in range(1, 3 * MAX_SKIPS):
         driver.feed("reduced" if step % MAX_SKIPS == 0 else "reduced poisoned=0")
         driver.feed(f"continue epoch=1 step={step + 1}")
@@ -99,9 +99,7 @@ def test_a_finite_step_in_between_starts_the_count_anew() -> None:
 )
 def test_a_report_says_who_blames_whom_until_the_next_ring(suspect, accuser, edge) -> None:
     """Who names itself, because it has no descriptor left, speaks of no edge."""
-    driver = Driver()
-    driver.feed("replica me=0 steps=2")
-    driver.feed("grant epoch=1 base=zero members=0,1,2")
+    driver = driven("replica me=0 steps=2", "grant epoch=1 base=zero members=0,1,2")
     after, due = transition(driver.me, RingBroken(1, suspect, accuser))
     assert [e.report.edge for e in due if isinstance(e, RequestGrant)] == [edge]
     driver.replica = after

@@ -100,6 +100,18 @@ class Scene:
             self.reducer.ready(b, flat, MINE)
         return flats
 
+    def fed(self) -> AttemptId:
+        """An attempt begins, and all buckets are there."""
+        fence = self.begin()
+        self.open()
+        self.ready(0, 1, 2)
+        return fence
+
+    def end(self, first: int = 0, stop: int | None = None) -> None:
+        """The all-reduces of a span end well."""
+        for op in self.group.ops[first:stop]:
+            op.end()
+
     @property
     def buckets(self) -> list[int]:
         return [op.key.bucket for op in self.group.ops]
@@ -123,16 +135,13 @@ def test_the_ring_is_in_use_from_the_first_bucket_to_the_last_one_or_to_the_brea
     s.begin(attempt=2)
     assert s.meter.told == ["begin", "end"] * 2 + ["begin"]
     s.ready(2)
-    for op in s.group.ops[-3:]:
-        op.end()
+    s.end(-3)
     assert s.meter.told == ["begin", "end"] * 3
 
 
 def test_a_replica_alone_has_no_ring(s: Scene) -> None:
     s.group.transports = ()  # type: ignore[assignment]
-    s.begin()
-    s.open()
-    s.ready(0, 1, 2)
+    s.fed()
     assert s.meter.told == []
 
 
@@ -179,8 +188,7 @@ def test_only_gradients_that_are_here_wait_for_an_order(monkeypatch) -> None:
             s.begin(step)
         clock.wait(2)
         s.ready(2)
-        for op in s.group.ops[-3:]:
-            op.end()
+        s.end(-3)
         assert s.reducer.traffic.held_up == asked
         s.reducer.open(None)
         clock.wait(3)
@@ -193,11 +201,8 @@ def test_what_does_not_count_in_the_norm_is_left_out() -> None:
 
 
 def test_the_vote_is_about_what_was_reduced(s: Scene) -> None:
-    fence = s.begin()
-    s.open()
-    s.ready(0, 1, 2)
-    for op in s.group.ops[:2]:
-        op.end()
+    fence = s.fed()
+    s.end(0, 2)
     assert (s.votes, s.checked) == ([], [])
     s.group.ops[2].end()
     (vote,) = s.votes
@@ -293,9 +298,7 @@ def test_what_is_trained_beyond_the_order_counts_too() -> None:
 
 
 def test_works_of_an_attempt_that_is_over_count_for_nothing(s: Scene) -> None:
-    s.begin()
-    s.open()
-    s.ready(0, 1, 2)
+    s.fed()
     s.group.ops[0].end()
     s.begin(attempt=1)
     for op in s.group.ops[1:4]:  # two of the attempt before, and one of this one
@@ -304,8 +307,7 @@ def test_works_of_an_attempt_that_is_over_count_for_nothing(s: Scene) -> None:
     s.group.ops[4].end()
     assert s.votes == []
     s.begin(attempt=2)
-    for op in s.group.ops[6:]:
-        op.end()
+    s.end(6)
     assert [v.fence.attempt for v in s.votes] == [2]
 
 
@@ -313,8 +315,7 @@ def test_a_relay_needs_no_gradient_and_has_weight_0(s: Scene) -> None:
     s.begin(role="behind")
     assert s.buckets == [0, 1, 2]
     assert all(op.local is None and op.mine.weight == 0 and not op.mine.poisoned for op in s.group.ops)
-    for op in s.group.ops:
-        op.end()
+    s.end()
     assert [c.replica for c in s.votes[0].sums[0].contributions] == [1]
 
 
@@ -346,8 +347,7 @@ def test_a_gradient_that_is_not_finite_is_flagged(s: Scene, bad: float) -> None:
     s.reducer.ready(1, torch.full((5,), bad), MINE)
     expected = not math.isfinite(bad)
     assert [op.mine.poisoned for op in s.group.ops] == [False, expected, False]
-    for op in s.group.ops:
-        op.end()
+    s.end()
     assert s.votes[0].poisoned == ((0,) if expected else ())
 
 
@@ -364,11 +364,8 @@ def test_a_gradient_is_usable_while_its_squares_are_finite_in_fp32(norm: float, 
 
 
 def test_the_poison_of_others_is_in_the_vote(s: Scene) -> None:
-    s.begin()
-    s.open()
-    s.ready(0, 1, 2)
-    for op in s.group.ops[:2]:
-        op.end()
+    s.fed()
+    s.end(0, 2)
     s.group.ops[2].end(replace(OTHER, poisoned=True), Entry(4, (Contribution(4, 1, 4, 0),), poisoned=True))
     assert s.votes[0].poisoned == (1, 4)
 

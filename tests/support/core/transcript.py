@@ -204,11 +204,7 @@ class Driver:
                 extra += [f"prepared for {self._called(r.prepared.state_id)}"] if r.prepared else []
                 extra += [f"void {short(r.void)}"] if r.void else []
                 extra += [f"in doubt about {self._called(r.doubt)}"] if r.doubt else []
-                extra += [f"equal {list(r.equal)}"] if r.equal else []
-                extra += [f"leaving {list(r.leaving)}"] if r.leaving else []
-                extra += [f"lagging {list(r.lagging)}"] if r.lagging else []
-                extra += [f"diverged {list(r.diverged)}"] if r.diverged else []
-                extra += [f"suspects {list(r.suspects)}"] if r.suspects else []
+                extra += _lists(r, "equal", "leaving", "lagging", "diverged", "suspects")
                 extra += [f"saved step {r.saved}"] if r.saved else []
                 extra += ["departs"] if r.departs else []
                 extra += ["still writing"] if r.writing else []
@@ -222,12 +218,9 @@ class Driver:
                 on = next((name for name, s in self.states.items() if s.lineage == prev), prev)
                 return f"reduce {short(fence)} on {on}: {role}{_places(places)}"
             case effects.SendToken(t):
-                extra = [f"equal {list(t.equal)}"] if t.equal else []
-                extra += [f"leaving {list(t.leaving)}"] if t.leaving else []
+                extra = _lists(t, "equal", "leaving")
                 extra += ["digests " + ", ".join(f"{r}:{d}" for r, d in t.digests)] if t.digests else []
-                extra += [f"lagging {list(t.lagging)}"] if t.lagging else []
-                extra += [f"unwritable {list(t.unwritable)}"] if t.unwritable else []
-                extra += [f"writing {list(t.writing)}"] if t.writing else []
+                extra += _lists(t, "lagging", "unwritable", "writing")
                 extra += [f"checkpoint {t.checkpoint}"] if t.checkpoint else []
                 extra += ["stop"] if t.stop else []
                 extra += [t.reason] if t.reason else []
@@ -301,6 +294,11 @@ def _member(word: str, units: int, words: Words) -> Member:
     runs = (run.split("+") for run in words.get(f"places{number}", "").split("/") if run)
     places = tuple((int(first), int(count)) for first, count in runs)
     return Member(int(number), f"{number}-{int('!' in word)}", role, units=units, places=places)
+
+
+def _lists(of: object, *names: str) -> list[str]:
+    """Say which replicas these are, of those that are any."""
+    return [f"{name} {list(getattr(of, name))}" for name in names if getattr(of, name)]
 
 
 def _places(places: Places) -> str:

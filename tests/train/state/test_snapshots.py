@@ -199,11 +199,7 @@ def test_a_rank_that_starts_beside_a_stopped_agent_replaces_it(mesh: DeviceMesh,
     walk(live, sharded, place.writer(live), 1)
     pid = place.agent_pid()
     os.kill(pid, signal.SIGSTOP)
-    fresh, _ = hold(mesh)
-    home = AgentHome(place.token, 0, 0, 1, place.starter)
-    again = SnapshotWriter(fresh, home, True, DEADLINE_S / 2, place.journal, place.failures.append)
-    place.snapshots.append(again)
-    assert again.list() == ()
+    assert place.writer(hold(mesh)[0], join_s=DEADLINE_S / 2).list() == ()
     assert place.agent_pid() != pid
     assert place.lost(over=True)
 
