@@ -17,6 +17,7 @@ from ft_hsdp.launch.doctor.result import Bad, Subject
 from ft_hsdp.launch.run.directory import make_run, run_of
 from ft_hsdp.mounts import Ability
 from tests.support.os_faults import ME, enforcing, poor
+from tests.support.refused import refused
 
 LOCKS, SYNC, LINKS, RENAME = Ability
 
@@ -52,8 +53,7 @@ def test_the_start_and_doctor_say_what_matters(
         if disk == "free":
             make_run(run_of(config), config).release()
         else:
-            with pytest.raises(ConfigError, match=disk):
-                make_run(run_of(config), config)
+            refused(lambda: make_run(run_of(config), config), disk)
             assert list((tmp_path / "runs").iterdir()) == []
     assert re.search(disk, rows[0])
     assert re.search(checkpoint, rows[1])

@@ -6,6 +6,7 @@ import pytest
 from ft_hsdp import secret
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.backend.processes import environment
+from tests.support.refused import refused
 
 
 def mode(path) -> int:
@@ -47,8 +48,7 @@ def test_the_copy_in_the_run_comes_before_this_hosts_own(tmp_path, monkeypatch) 
     (tmp_path / secret.RUN_KEY).write_text("the_operators\n")
     assert secret.run_key(tmp_path, None) == b"the_operators"
     assert not secret.key_file().exists()
-    with pytest.raises(ConfigError, match=r"checkpoint\.key"):
-        secret.run_key(tmp_path / "none", None)
+    refused(lambda: secret.run_key(tmp_path / "none", None), r"checkpoint\.key")
     assert not secret.key_file().exists(), "who reads makes none"
     assert secret.make_checkpoint_key(None) == secret.run_key(tmp_path / "none", None)
 
@@ -64,8 +64,7 @@ def test_a_key_that_is_lost_is_not_replaced_where_it_has_signed(tmp_path, monkey
         secret.make_checkpoint_key(str(key), folder)
     assert not key.exists()
     monkeypatch.setenv(secret.KEY_VARIABLE, " ")
-    with pytest.raises(ConfigError, match=r"CHECKPOINT_KEY: .*set and blank"):
-        secret.make_checkpoint_key(str(tmp_path / "new"))
+    refused(lambda: secret.make_checkpoint_key(str(tmp_path / "new")), r"CHECKPOINT_KEY: .*set and blank")
     assert not (tmp_path / "new").exists()
     monkeypatch.setenv(secret.KEY_VARIABLE, first.decode())
     assert secret.make_checkpoint_key(str(key), folder) == first
@@ -76,18 +75,15 @@ def test_what_is_no_key_gets_one_line(tmp_path, text) -> None:
     path = tmp_path / "key"
     path.write_text(text)
     path.chmod(0o600)
-    with pytest.raises(ConfigError, match=r"checkpoint\.key"):
-        secret.checkpoint_key(str(path))
+    refused(lambda: secret.checkpoint_key(str(path)), r"checkpoint\.key")
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path) -> None:
     path = tmp_path / "key"
     path.write_text("k" * 64)
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match="others cannot read"):
-        secret.checkpoint_key(str(path))
-    with pytest.raises(ConfigError, match="can be read or made"):
-        secret.make_checkpoint_key(str(path / "below"))
+    refused(lambda: secret.checkpoint_key(str(path)), "others cannot read")
+    refused(lambda: secret.make_checkpoint_key(str(path / "below")), "can be read or made")
     assert os.environ.get(secret.KEY_VARIABLE) is None
 
 

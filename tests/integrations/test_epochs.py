@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
-from ft_hsdp.errors import ConfigError
 from ft_hsdp.integrations.epochs import EpochLoader, translate
+from tests.support.refused import refused
 
 PER_EPOCH = 3
 
@@ -106,16 +106,14 @@ def test_what_follows_the_last_pass_is_still_in_the_job() -> None:
 
 def test_a_job_of_another_length_is_refused() -> None:
     job = Stub(8)
-    with pytest.raises(ConfigError, match=r"train\.steps: got 8; allowed: 9, for 3 epochs of 3 steps"):
-        next(epochs_of(job).epochs(3))
+    refused(lambda: next(epochs_of(job).epochs(3)), r"train\.steps: got 8; allowed: 9, for 3 epochs of 3 steps")
 
 
 def test_a_loop_without_an_end_is_refused() -> None:
     job = Stub(3)
     loader = epochs_of(job)
     endless = (one_pass(job, loader) for _ in iter(int, 1))
-    with pytest.raises(ConfigError, match="a loop that ends"):
-        list(endless)
+    refused(lambda: list(endless), "a loop that ends")
 
 
 def test_the_job_takes_what_the_dataloader_was_made_with() -> None:
@@ -149,5 +147,4 @@ def test_the_job_takes_what_the_dataloader_was_made_with() -> None:
 )
 def test_a_sampler_of_its_own_is_refused(make: Callable[[Any], Any], words: str) -> None:
     job: Any = SimpleNamespace()
-    with pytest.raises(ConfigError, match=words):
-        translate(job, make(TensorDataset(torch.arange(8))))
+    refused(lambda: translate(job, make(TensorDataset(torch.arange(8)))), words)

@@ -11,7 +11,7 @@ from ft_hsdp.core.commit import MAX_ROWS, MAX_RUNS, AttemptId, CommitRecord, Con
 from ft_hsdp.core.grant import Grant, Refused
 from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import ConfigError, ProtocolViolation
+from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, QuorumRequest
 from lighthouse import runtime, validation
 from lighthouse.http.access import Keys
@@ -30,6 +30,7 @@ from tests.support.lighthouse.lighthouse_helpers import (
     quiet,
     refusal,
 )
+from tests.support.refused import refused
 
 RECORD = CommitRecord(1, 0, 1, "0" * 32, (0, 1), 2, (Contribution(0, 1, 0, 0),), "d")
 
@@ -260,10 +261,8 @@ def test_a_lighthouse_with_other_rules_than_its_run_agreed_on_does_not_start(tmp
         keys = {"replicas": 2, **keys}
         runtime.begin(parse(keys), tmp_path, Keys(TOKEN), MemoryStore(store.rows), None, 0, print)
 
-    with pytest.raises(ConfigError, match=r"train.steps: .*90.*100, on which this run has agreed"):
-        start(train={"steps": 90})
-    with pytest.raises(ConfigError, match="max_replicas"):
-        start(max_replicas=5)
+    refused(lambda: start(train={"steps": 90}), r"train.steps: .*90.*100, on which this run has agreed")
+    refused(lambda: start(max_replicas=5), "max_replicas")
 
 
 # Where a replica may say that it listens: at home, or where the operator allows it; nowhere else.

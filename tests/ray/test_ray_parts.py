@@ -19,6 +19,7 @@ from ft_hsdp.launch.ray.logs import LogPiece, LogReceiver, LogSender
 from ft_hsdp.launch.ray.submit import check, entrypoint, job_environment, not_used, with_hosts, within_reach
 from ft_hsdp.launch.run.directory import RunDir, write_json
 from ft_hsdp.train.identity import host_path
+from tests.support.refused import refused
 from tests.support.started_job import ROOT, launcher
 
 
@@ -74,8 +75,7 @@ def test_a_host_is_a_node_with_its_labels(labels: dict[str, str], given: dict[st
     ],
 )
 def test_what_no_cluster_gives_is_refused(ray: dict[str, object], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        config(ray=ray)
+    refused(lambda: config(ray=ray), why)
 
 
 def test_what_submit_does_not_do_is_refused() -> None:
@@ -91,8 +91,7 @@ def test_what_submit_does_not_do_is_refused() -> None:
         ({"memory": {"shrink_to": 1}, "ranks_per_replica": 2, "hosts": {"per_replica": 2}}, r"memory\.shrink_to"),
         ({"ranks_per_replica": 3, "ray": {"resources": {"GPU": 0.5}}}, r"ray\.resources\.GPU"),
     ):
-        with pytest.raises(ConfigError, match=key):
-            check(config(**document))
+        refused(lambda document=document: check(config(**document)), key)
     check(config())
     check(config(memory={"copies": 6}, ray={"strategy": "PACK"}))
 
@@ -143,8 +142,7 @@ def test_a_destination_is_a_head_or_its_jobs_api(monkeypatch: pytest.MonkeyPatch
     for address in ("auto", "10.0.0.1:6379", "head:6379", "[fd00::1]:6379", "http://head:8265", "https://head"):
         assert destination(address) == address
     for address in ("ray://head:10001", "head", "head:0", "head:x", ":6379", ""):
-        with pytest.raises(ConfigError, match="http://HOST:8265"):
-            destination(address)
+        refused(lambda address=address: destination(address), "http://HOST:8265")
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert (destination("auto"), destination("other:1")) == ("head:6379", "other:1")
 
@@ -270,8 +268,7 @@ def test_a_node_s_folder_is_private_and_swept(tmp_path: Path) -> None:
     assert mine.stat().st_mode & 0o777 == 0o700
     assert {p.name for p in (tmp_path / "f").iterdir()} == {mine.name, foreign.name, third.name}
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=rf"ray\.folder: .* on {socket.gethostname()}"):
-        make_folder(tmp_path / "file", "a")
+    refused(lambda: make_folder(tmp_path / "file", "a"), rf"ray\.folder: .* on {socket.gethostname()}")
 
 
 def test_what_ray_prints_is_kept_apart(tmp_path: Path) -> None:
@@ -305,13 +302,11 @@ def test_a_folder_that_others_control_is_refused(tmp_path: Path) -> None:
         os.chown(theirs, 12345, -1)
     else:
         theirs = Path("/")  # of root
-    with pytest.raises(ConfigError, match=r"ray\.folder"):
-        make_folder(theirs, "a")
+    refused(lambda: make_folder(theirs, "a"), r"ray\.folder")
     loose = tmp_path / "loose"
     loose.mkdir()
     loose.chmod(0o777)
-    with pytest.raises(ConfigError, match="mode 777"):
-        make_folder(loose, "a")
+    refused(lambda: make_folder(loose, "a"), "mode 777")
     loose.chmod(0o1777)
     assert make_folder(loose, "a").stat().st_mode & 0o777 == 0o700
     own = make_folder(tmp_path / "of-{uid}", "a")

@@ -6,11 +6,11 @@ import pytest
 from ft_hsdp.config import Config, dump
 from ft_hsdp.core.effects import RunBatch
 from ft_hsdp.core.ledger import Ledger
-from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir, write_json
 from ft_hsdp.launch.run.replay import ReplaySegment, agreed, replay, segments
 from ft_hsdp.train.replay.job import ReplayOutcome, Script
 from tests.support.launch.launch_rows import commit
+from tests.support.refused import refused
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,7 @@ def test_a_run_of_a_users_own_loop_is_refused_with_the_reason(tmp_path: Path) ->
     run.final(0).parent.mkdir(parents=True)
     run.config.write_text(dump(Config()))
     write_json(run.final(0), {"step": 1, "commit_epoch": 1, "lineage": "L", "digest": "d", "loop": "own"})
-    with pytest.raises(ConfigError, match=r"allowed: a run of the built-in trainer or of an `entry`"):
-        replay(run)
+    refused(lambda: replay(run), r"allowed: a run of the built-in trainer or of an `entry`")
 
 
 def test_the_steps_of_an_entry_are_divided_by_the_widths_of_their_members() -> None:
@@ -57,8 +56,7 @@ def test_the_steps_of_an_entry_are_divided_by_the_widths_of_their_members() -> N
 
 def test_a_width_that_no_replica_can_have_is_refused() -> None:
     rows = [commit(7) | {"ring_widths": [5, 4]}]
-    with pytest.raises(ConfigError, match=r"^width: got \[5, 4\]; allowed: 1 to 4 ranks .* step 7"):
-        segments(rows, 4)
+    refused(lambda: segments(rows, 4), r"^width: got \[5, 4\]; allowed: 1 to 4 ranks .* step 7")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ft_hsdp
-from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.errors import Retryable
 from ft_hsdp.memory.blocks import first_hosts, share
 from ft_hsdp.state.agent import client
 from ft_hsdp.state.agent.client import BlockAgent
@@ -372,10 +372,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         ({"copies": 17}, "an integer from 1 to 16"),
     ]
     for described, line in cases:
-        with pytest.raises(ConfigError) as caught:
-            store_of(job, **described)
-        assert line in str(caught.value)
-        assert "\n" not in str(caught.value)
+        refused(lambda described=described: store_of(job, **described), re.escape(line))
     store = store_of(job)
     refused(lambda: store.load([(0, 1)]), r"a call after BlockStore\.submit")
     refused(lambda: store.submit(tmp_path / "none"), "No such file")
@@ -385,8 +382,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     store.submit(lambda first, end: DATA[first:end])
     wrong: list[Any] = [[(0, 1001)], [(5, 4)], [(0, 5), (4, 6)], [3], [(0.9, 3.9)], [("0", "1")], {0: [(-1, 2)]}]
     for wanted in wrong:
-        with pytest.raises(ConfigError, match=r"BlockStore\.load"):
-            store.load(wanted)
+        refused(lambda wanted=wanted: store.load(wanted), r"BlockStore\.load")
     whole: Any = [(np.int64(7), np.int64(9)), (0, 2)]  # whole numbers of any kind
     assert np.array_equal(store.load(whole), np.concatenate((DATA[7:9], DATA[0:2])))
     store.submit(lambda first, end: b"1")
