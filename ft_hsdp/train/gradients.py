@@ -35,6 +35,7 @@ from ft_hsdp.ftar.pieces import pieced
 from ft_hsdp.state.pacing import SpanMeter
 from ft_hsdp.train.device import finish, on_host, written
 from ft_hsdp.train.lanes import GradientLanes, LanePart, LanePlan, Spans
+from ft_hsdp.train.optimizer.clipping import square_sum
 
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
@@ -351,7 +352,7 @@ def usable(flat: torch.Tensor) -> bool:
     norm = float(torch.linalg.vector_norm(flat))
     if norm < SURE_NORM:
         return True
-    return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 <= LARGEST
+    return float(square_sum(flat)) <= LARGEST
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -362,4 +363,4 @@ def checksum(tensor: torch.Tensor) -> str:
 def sum_of_squares(shards: Sequence[torch.Tensor], counted: Sequence[Spans]) -> float:
     """Return the sum of squares of what counts in a rank's shards, in fp64, added bucket by bucket."""
     parts = (shard[a:b] for shard, spans in zip(shards, counted, strict=False) for a, b in spans)
-    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
+    return sum(float(square_sum(part)) for part in parts)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from ft_hsdp.train.optimizer.clipping import lane_squares, lanes_of
+from ft_hsdp.train.optimizer.clipping import PIECE, lane_squares, lanes_of, square_sum
 
 SHAPES = ((10, 4), (7,), (40, 30), (3, 5))
 WIDTHS = (4, 3, 1)
@@ -31,3 +31,20 @@ def test_replicas_of_any_width_find_the_same_norm(seed: int) -> None:
     first, *others = (summed(grads, width) for width in WIDTHS)
     assert all(other == first for other in others), "to the last bit"
     assert math.sqrt(sum(first)) == pytest.approx(math.sqrt(sum(float((g.double() ** 2).sum()) for g in grads)))
+
+
+@pytest.mark.parametrize("numel", [0, 1, PIECE, 3 * PIECE + 5, 40 * PIECE])
+def test_a_norm_has_the_same_bits_wherever_its_tensor_lies_and_with_any_number_of_threads(numel: int) -> None:
+    room = torch.randn(numel + 3, generator=torch.Generator().manual_seed(numel))
+    values, threads = room[:numel].clone(), torch.get_num_threads()
+    found = [float(square_sum(values))]
+    for offset in (1, 3):
+        moved = torch.empty(numel + 3)[offset : offset + numel].copy_(values)
+        found.append(float(square_sum(moved)))
+    try:
+        torch.set_num_threads(threads + 3)
+        found.append(float(square_sum(values)))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(set(found)) == 1
+    assert found[0] == pytest.approx(float(values.double().square().sum()), rel=1e-13)

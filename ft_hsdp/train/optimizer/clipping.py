@@ -19,6 +19,7 @@ from ft_hsdp.memory.lanes import RowLane, lanes
 from ft_hsdp.train.state.packing import local
 
 CLIP_EPS = 1e-6
+PIECE = 1 << 14  # elements that are squared at once: as fp64 they fit a core's cache, and one thread adds them
 
 
 def clip_groups(groups: Sequence[Mapping[str, Any]], widths: Sequence[int]) -> None:
@@ -39,6 +40,21 @@ def clip_groups(groups: Sequence[Mapping[str, Any]], widths: Sequence[int]) -> N
                 local(grad).mul_(clip / (norm + CLIP_EPS))
 
 
+def square_sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of a tensor, in fp64, as a 0-dimensional tensor on its device.
+
+    On a CPU it has the same bits wherever the tensor lies in memory, and with any number of threads. A whole copy in
+    fp64, which torch makes for the norm in another type, would take ten times as long.
+    """
+    if values.device.type != "cpu":
+        return torch.linalg.vector_norm(values, dtype=torch.float64) ** 2
+    wide = torch.empty(min(PIECE, values.numel()), dtype=torch.float64)
+    total = 0.0
+    for piece in values.reshape(-1).split(PIECE):
+        total += float(torch.linalg.vector_norm(wide[: piece.numel()].copy_(piece))) ** 2
+    return torch.tensor(total, dtype=torch.float64)
+
+
 def lanes_of(shapes: Sequence[Sequence[int]], widths: Sequence[int]) -> tuple[RowLane, ...]:
     """Return the lanes of the gradients of a group; their tensors are named by place."""
     return lanes({str(place): (tuple(shape), 4) for place, shape in enumerate(shapes)}, widths)
@@ -56,7 +72,7 @@ def lane_squares(
             first = rank * -(-shapes[place][0] // width)
             part = shards[place][rows.start - first : rows.stop - first]
             # A copy: where a slice begins in memory may decide how a device adds it.
-            total += float(torch.linalg.vector_norm(part.clone(), dtype=torch.float64)) ** 2
+            total += float(square_sum(part if part.device.type == "cpu" else part.clone()))
         found.append(total)
     return found
 
@@ -106,5 +122,5 @@ def _squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
             copies = math.prod(size for size, placement in placed if isinstance(placement, Replicate))
             if dist.is_initialized():  # tensor parallelism leaves a parameter alone: it is on a part of the ranks
                 copies *= dist.get_world_size() // grad.device_mesh.size()
-        total += torch.linalg.vector_norm(local(grad), dtype=torch.float64) ** 2 / copies
+        total += square_sum(local(grad)) / copies
     return total
