@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import torch
+import uvloop
 from torch import Tensor
 
 from ft_hsdp import protocol
@@ -78,7 +79,7 @@ class Communicator:
         self._formed: concurrent.futures.Future[None] | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(self._crash)
         self._thread = threading.Thread(target=self._loop.run_forever, name="ftar-control", daemon=True)
         self._thread.start()

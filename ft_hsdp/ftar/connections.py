@@ -35,6 +35,7 @@ from ft_hsdp.record_layer import within_host
 
 FAREWELL_S = 0.5  # how long `hang_up` waits for the peer to close
 LOOPBACK_BUFFER = 256 * 1024  # bytes
+READ_BYTES = 64 * 1024  # at once from a control connection
 
 
 async def send(sock: socket.socket, message: object) -> None:
@@ -48,13 +49,12 @@ def say(sock: socket.socket, message: object) -> None:
         sock.send(protocol.frame(message), socket.MSG_DONTWAIT)
 
 
-async def receive(sock: socket.socket, *expected: type, heard: Callable[[], None] = lambda: None) -> object | None:
+async def receive(sock: socket.socket, *expected: type) -> object | None:
     """Receive one message.
 
     Args:
         sock: a non-blocking socket.
         *expected: the message types that are allowed here.
-        heard: called whenever a part of the message arrives.
 
     Returns:
         The message; None at the end of the stream.
@@ -63,20 +63,19 @@ async def receive(sock: socket.socket, *expected: type, heard: Callable[[], None
         ProtocolViolation: the message is too large or not of an expected type.
         OSError: the connection broke.
     """
-    head = await _exactly(sock, protocol.LENGTH.size, heard)
+    head = await _exactly(sock, protocol.LENGTH.size)
     if head is None:
         return None
-    body = await _exactly(sock, protocol.frame_length(head), heard)
+    body = await _exactly(sock, protocol.frame_length(head))
     return None if body is None else protocol.decode(body, *expected)
 
 
-async def _exactly(sock: socket.socket, count: int, heard: Callable[[], None]) -> bytes | None:
+async def _exactly(sock: socket.socket, count: int) -> bytes | None:
     loop, data = asyncio.get_running_loop(), bytearray()
     while len(data) < count:
         part = await loop.sock_recv(sock, count - len(data))
         if not part:
             return None
-        heard()
         data += part
     return bytes(data)
 
@@ -338,7 +337,8 @@ class Peer:
         self.newest = RingBeat(0, 0, 0)  # its last heartbeat, of any epoch
         self.same_host = within_host(sock)  # then its process can be inspected in /proc
         self._closed = False
-        self._reading: asyncio.Task[None] | None = None
+        self._reading = False
+        self._unread = bytearray()  # the beginning of a message
         self._writing = asyncio.Lock()
 
     def belongs_to(self, heard: Heard) -> None:
@@ -351,26 +351,45 @@ class Peer:
 
     def listen(self) -> None:
         """Begin to read messages, unless that was done before or the connection has ended."""
-        if self._reading is None and not self.gone:
-            self._reading = asyncio.get_running_loop().create_task(self._read())
+        if not self._reading and not self.gone:
+            self._reading = True
+            asyncio.get_running_loop().add_reader(self._sock, self._read)
 
-    async def _read(self) -> None:
+    def _read(self) -> None:
+        """Take what has come. The loop watches the socket all the time: heartbeats come often."""
         end: Exception = ConnectionResetError("closed its connection")
         try:
-            while (message := await receive(self._sock, *_MESSAGES, heard=self._note_life)) is not None:
-                if isinstance(message, RingBeat):
-                    self.newest = message
-                else:
-                    self._heard(self, message)
+            if part := self._sock.recv(READ_BYTES):
+                self.heard_at = time.monotonic()
+                self._unread += part
+                for message in self._messages():
+                    if isinstance(message, RingBeat):
+                        self.newest = message
+                    elif not self._closed:
+                        self._heard(self, message)
+                return
+        except (BlockingIOError, InterruptedError):
+            return
         except OSError as error:
             end = ConnectionResetError(str(error))
         except ProtocolViolation as error:
             end = error
-        self.gone = True
-        self._heard(self, end)
+        self._read_no_more()
+        if not self._closed:
+            self.gone = True
+            self._heard(self, end)
 
-    def _note_life(self) -> None:
-        self.heard_at = time.monotonic()
+    def _messages(self) -> Iterator[object]:
+        """Yield the messages that are here as a whole. Raises ProtocolViolation as `receive` does."""
+        unread, size = self._unread, protocol.LENGTH.size
+        while len(unread) >= size and len(unread) >= (end := size + protocol.frame_length(bytes(unread[:size]))):
+            body = bytes(unread[size:end])
+            del unread[:end]
+            yield protocol.decode(body, *_MESSAGES)
+
+    def _read_no_more(self) -> None:
+        if self._reading:
+            asyncio.get_running_loop().remove_reader(self._sock)
 
     def send_heartbeat(self, frame: bytes) -> None:
         """Send an encoded heartbeat without waiting.
@@ -421,9 +440,7 @@ class Peer:
         if self._closed:
             return
         self._closed = self.gone = True
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+        self._read_no_more()
         ends: list[Any] = [e for e in (self.receiver, self.sender) if e is not None]
         self.receiver = self.sender = None
         for end in ends:

@@ -27,6 +27,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import torch
+import uvloop
 
 from ft_hsdp import fault_injection
 from ft_hsdp.config import Config, agreed, config_hash
@@ -114,7 +115,7 @@ class RankRuntime:
         self._pauses = pauses
         self._arena = Arena()
         self._plane = device_plane(device, self._arena, RingSettings.of(config), max(model.sizes))
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(lambda loop, context: self._crash(context))
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._thread.start()

@@ -43,8 +43,8 @@ def clip_groups(groups: Sequence[Mapping[str, Any]], widths: Sequence[int]) -> N
 def square_sum(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of a tensor, in fp64, as a 0-dimensional tensor on its device.
 
-    On a CPU it has the same bits wherever the tensor lies in memory, and with any number of threads. A whole copy in
-    fp64, which torch makes for the norm in another type, would take ten times as long.
+    On a CPU it has the same bits wherever the tensor lies in memory, and with any number of threads. A whole copy
+    in fp64, which torch makes for the norm in another type, would take ten times as long.
     """
     if values.device.type != "cpu":
         return torch.linalg.vector_norm(values, dtype=torch.float64) ** 2
