@@ -63,8 +63,10 @@ def reached(host: str) -> str:
     return ("::1" if ":" in host else "127.0.0.1") if unspecified(host) else host
 
 
-def bound(host: str, port: int = 0) -> socket.socket:
+def bound(host: str, port: int = 0, *, only_6: bool = True) -> socket.socket:
     """Return a TCP socket bound to `port` (0: a free one) of `host`, which does not listen yet.
+
+    With an IPv6 address it takes no IPv4 packets, unless `only_6` is false.
 
     Raises:
         OSError: it cannot be bound.
@@ -73,7 +75,7 @@ def bound(host: str, port: int = 0) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if sock.family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(only_6))
         sock.bind((host, port))
     except BaseException:
         sock.close()
@@ -130,17 +132,7 @@ def everywhere(port: int) -> socket.socket:
     Raises:
         OSError: it cannot be bound.
     """
-    if not socket.has_dualstack_ipv6():
-        return bound("0.0.0.0", port)
-    sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind(("::", port))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    return bound("::", port, only_6=False) if socket.has_dualstack_ipv6() else bound("0.0.0.0", port)
 
 
 def source(host: str | None, port: int, version: int = socket.AF_UNSPEC) -> str:

@@ -7,7 +7,7 @@ the order of a pass over the data without a table.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _ROUNDS = 6
 _MASK = 2**64 - 1
@@ -67,14 +67,7 @@ class Permutation:
         Raises:
             IndexError: It is outside 0..n-1.
         """
-        if not 0 <= place < self.n:
-            raise IndexError(f"{place} is not in 0..{self.n - 1}")
-        # The network permutes 0..4^half-1, a domain below 4n+4; walking its cycle until the value
-        # falls below n gives a permutation of 0..n-1.
-        while True:
-            place = self._encrypt(place)
-            if place < self.n:
-                return place
+        return self._walk(place, self._encrypt)
 
     def index(self, place: int) -> int:
         """Return what goes to ``place``: the inverse.
@@ -82,12 +75,19 @@ class Permutation:
         Raises:
             IndexError: It is outside 0..n-1.
         """
+        return self._walk(place, self._decrypt)
+
+    def _walk(self, place: int, go: Callable[[int], int]) -> int:
+        """Walk a cycle of the network, which permutes 0..4^half-1 (below 4n+4), to the next value below n.
+
+        Raises:
+            IndexError: ``place`` is outside 0..n-1.
+        """
         if not 0 <= place < self.n:
             raise IndexError(f"{place} is not in 0..{self.n - 1}")
-        while True:
-            place = self._decrypt(place)
-            if place < self.n:
-                return place
+        while (place := go(place)) >= self.n:
+            pass
+        return place
 
     def _encrypt(self, value: int) -> int:
         left, right = value >> self._half, value & self._low
