@@ -378,4 +378,4 @@ def test_a_holder_that_has_no_place_is_asked_again_also_by_a_reader_that_knows_t
 )
 def test_a_manifest_that_is_none_is_refused(wrong: bytes) -> None:
     with pytest.raises(DataCorruption):
-        shard_manifest.decode_as(SliceManifest, wrong)
+        shard_manifest.decode(wrong, SliceManifest)

@@ -321,7 +321,7 @@ def _views(buffer: Tensor, places: tuple[shard_manifest.PackedTensor, ...]) -> l
 
 def _checked(encoded: bytes, state: StateId) -> ShardManifest:
     """Return a manifest that this class could have made; checked before anything is allocated."""
-    manifest = shard_manifest.decode(encoded)
+    manifest: ShardManifest = shard_manifest.decode(encoded)
     if (manifest.state, manifest.rank, manifest.ranks) != (state, 0, 1):
         raise DataCorruption(f"manifest is of state {manifest.state}, wanted {state}")
     if manifest.nbytes % ALIGN or len(manifest.hyper) != 1 or set(manifest.hyper[0]) != {"tree"}:

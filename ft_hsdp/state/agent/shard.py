@@ -151,10 +151,12 @@ def compare(header: bytes, data: Bytes, content: Content, owner: Owner) -> None:
     Raises:
         DataCorruption: The header is not valid, belongs to something else, or a checksum differs.
     """
-    manifest = decoded(header, content)
-    if isinstance(manifest, SliceManifest):
+    manifest: ShardManifest | SliceManifest
+    if isinstance(content, str):
+        manifest = shard_manifest.decode(header, SliceManifest)
         claims: tuple[object, ...] = (manifest.about.store, manifest.about.slice, manifest.about.slices)
     else:
+        manifest = shard_manifest.decode(header)
         claims = (manifest.state, manifest.rank, manifest.ranks)
     if (*claims, manifest.nbytes) != (content, owner.rank, owner.ranks, owner.nbytes):
         raise DataCorruption(f"its header is of {claims}")
@@ -163,12 +165,6 @@ def compare(header: bytes, data: Bytes, content: Content, owner: Owner) -> None:
         raise DataCorruption(
             f"chunk {wrong[0]} ({len(wrong)} of {len(manifest.checksums)}) changed since it was written"
         )
-
-
-def decoded(header: bytes, content: Content) -> ShardManifest | SliceManifest:
-    if isinstance(content, str):
-        return shard_manifest.decode_as(SliceManifest, header)
-    return shard_manifest.decode(header)
 
 
 def check_memory(nbytes: int) -> None:

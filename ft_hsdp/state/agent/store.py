@@ -170,7 +170,7 @@ class SnapshotStore:
                 entry = self._shards[store, number]
                 self._compare_again(entry, entry.slots.find(store))
             if (served := self.borrow(store, number)) is not None:
-                about = shard_manifest.decode_as(SliceManifest, served.manifest).about
+                about = shard_manifest.decode(served.manifest, SliceManifest).about
                 rows.append(HeldSlice(number, about.slices, about.parts, served.digest))
                 self.give_back(served)
         return tuple(rows)

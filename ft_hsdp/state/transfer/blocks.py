@@ -57,7 +57,7 @@ def request(about: SliceName, digest: str, into: Scattered, known: Known) -> Fet
 
     def opened(encoded: bytes) -> SliceManifest:
         if digest not in known:
-            manifest = shard_manifest.decode_as(SliceManifest, encoded)
+            manifest = shard_manifest.decode(encoded, SliceManifest)
             if shard_manifest.digest(encoded) != digest or manifest.about != about:
                 raise DataCorruption(f"has another slice {about.slice} than the one that is wanted")
             known[digest] = manifest, encoded

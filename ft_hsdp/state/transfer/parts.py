@@ -21,7 +21,7 @@ from ft_hsdp.memory.shape import Extent, Tensor
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.shared_memory import ServedSnapshot
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.shard_manifest import CHUNK_BYTES, Layout, PackedTensor
+from ft_hsdp.state.transfer.shard_manifest import CHUNK_BYTES, Layout, PackedTensor, ShardManifest
 
 MAX_WIDTH = 4096  # ranks of a replica for which parts are made
 # Bytes of an element. A type that is not here has elements that are not whole bytes.
@@ -218,7 +218,7 @@ class ServedParts:
 
 
 def _sealed(served: ServedSnapshot, rank: int, ranks: int) -> ServedSnapshot:
-    manifest = shard_manifest.decode(served.manifest)
+    manifest: ShardManifest = shard_manifest.decode(served.manifest)
     check(manifest.tensors, manifest.ranks, manifest.rank)
     part = cut(manifest.tensors, (manifest.ranks, manifest.rank), (ranks, rank))
     made = replace(

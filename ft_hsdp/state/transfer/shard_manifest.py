@@ -344,7 +344,7 @@ def encode(manifest: Manifest) -> bytes:
     """
     document = _adapter(type(manifest)).dump_python(manifest, mode="json", warnings=False)
     body = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
-    data = f"{_digest(body)}\n".encode() + body
+    data = blake3.blake3(body).hexdigest().encode() + b"\n" + body
     if len(data) > MAX_MANIFEST:
         raise ValueError(f"manifest of {len(data)} bytes; allowed: {MAX_MANIFEST}")
     return data
@@ -355,12 +355,7 @@ def digest(encoded: bytes) -> str:
     return encoded[:DIGEST_HEX].decode("ascii", "backslashreplace")
 
 
-def decode(data: bytes) -> ShardManifest:
-    """Return the manifest of a shard in ``data``, as `decode_as` does."""
-    return decode_as(ShardManifest, data)
-
-
-def decode_as(kind: type[M], data: bytes) -> M:
+def decode(data: bytes, kind: type[M] = ShardManifest) -> M:  # type: ignore[assignment]
     """Return the manifest in ``data``, of class ``kind``, with all its checksums. Takes time linear in its length.
 
     Raises:
@@ -381,7 +376,7 @@ def decode_header(data: bytes, kind: type[M] = ShardManifest) -> M:  # type: ign
     if len(data) > MAX_MANIFEST:
         raise DataCorruption(f"manifest of {len(data)} bytes; allowed: {MAX_MANIFEST}")
     body = data[DIGEST_HEX + 1 :]
-    if data[: DIGEST_HEX + 1] != f"{_digest(body)}\n".encode():
+    if data[: DIGEST_HEX + 1] != blake3.blake3(body).hexdigest().encode() + b"\n":
         raise DataCorruption("manifest's digest does not fit the rest of it")
     try:
         manifest: M = _checker(kind).validate_json(body)
@@ -407,7 +402,3 @@ def expect(manifest: ShardManifest, expected: ExpectedShard) -> ShardManifest:
     if fingerprint(manifest.tensors) != expected.layout:
         raise DataCorruption(f"manifest's tensors are not those of layout {expected.layout}")
     return manifest
-
-
-def _digest(body: bytes) -> str:
-    return blake3.blake3(body).hexdigest()
