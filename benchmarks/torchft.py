@@ -24,7 +24,7 @@ from benchmarks.allreduce import WorkerSpec
 from benchmarks.allreduce_ranks import TIMEOUT_S, StoreRank
 from benchmarks.processes import LOOPBACK
 from benchmarks.state_fetch import FETCH_S, FetchSpec, ReceiverContender, digest
-from ft_hsdp.launch.run.directory import write_json
+from ft_hsdp.jsonl import replace_json
 
 STEP = 1
 FETCH_TIMEOUT = timedelta(seconds=FETCH_S)
@@ -82,7 +82,7 @@ def lighthouse(file: str, *numbers: str) -> None:
     names = ("heartbeat_timeout_ms", "join_timeout_ms", "min_replicas")
     given = dict(zip(names, map(int, numbers), strict=False))
     server = LighthouseServer(bind=f"{LOOPBACK}:0", **{"min_replicas": 1, **given})
-    write_json(Path(file), {"url": server.address()})
+    replace_json(Path(file), {"url": server.address()})
     signal.pause()
 
 

@@ -85,6 +85,12 @@ def here() -> dict[str, str]:
     return {"host": socket.gethostname(), "boot": boot}
 
 
+def unused(path: Path) -> Path:
+    """Return `path`, or `path` with the first number that makes it new."""
+    tries = (path.with_name(f"{path.name}-{n}") for n in range(2, 10_000))
+    return path if not os.path.lexists(path) else next(p for p in tries if not os.path.lexists(p))
+
+
 def set_aside(path: Path, *ends: str) -> Path:
     """Rename what stands at `path` and cannot be used to `NAME.damaged-TIME`, and return that path.
 
@@ -95,9 +101,7 @@ def set_aside(path: Path, *ends: str) -> Path:
         OSError: it cannot be renamed; it stands where it stood.
     """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    aside = path.with_name(f"{path.name}.damaged-{stamp}")
-    tries = (path.with_name(f"{aside.name}-{n}") for n in range(2, 10_000))
-    aside = aside if not os.path.lexists(aside) else next(p for p in tries if not os.path.lexists(p))
+    aside = unused(path.with_name(f"{path.name}.damaged-{stamp}"))
     path.rename(aside)
     for end in ends:
         with contextlib.suppress(FileNotFoundError):

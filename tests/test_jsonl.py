@@ -213,7 +213,7 @@ def test_the_summary_is_written_after_the_lines_of_the_other_merged_files(tmp_pa
         found.extend(row["step"] for row in read_jsonl(run.metrics))
 
     monkeypatch.setattr(jsonl.LineWriter, "append", slow)
-    monkeypatch.setattr("ft_hsdp.launch.run.recorder.write_json", summary)
+    monkeypatch.setattr("ft_hsdp.launch.run.recorder.replace_json", summary)
     run.commits(0).parent.mkdir(parents=True)
     run.commits(0).write_text("".join(f"{json.dumps(commit(step, who=(0,)))}\n" for step in (1, 2, 3)))
     thread = threading.Thread(target=recorder.finish)

@@ -26,9 +26,9 @@ from ft_hsdp import fault_injection
 from ft_hsdp.config import ChaosConfig, load
 from ft_hsdp.config.explain import explain
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import LineWriter
+from ft_hsdp.jsonl import LineWriter, replace_json
 from ft_hsdp.launch.chaos import Injection, in_words, injection_of
-from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json, write_json
+from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
 
 SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM, "CONT": signal.SIGCONT}
 MODULES = {"fork_server": "ft_hsdp.launch.backend.zygote", "agent": "ft_hsdp.state.agent.server"}
@@ -246,7 +246,7 @@ def ordered(run: RunDir, injection: Injection, seconds: float = 0.0) -> Lift:
     edge = (i.edge[0], i.edge[1]) if i.edge is not None else None
     order = fault_injection.FaultOrder(i.kind, i.replica, i.rank, edge, i.reject, seconds, until, i.host)
     file = run.path / fault_injection.FOLDER / f"{secrets.token_hex(8)}.json"
-    write_json(file, asdict(order))
+    replace_json(file, asdict(order))
     return lambda: file.unlink(missing_ok=True)
 
 

@@ -20,6 +20,7 @@ from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.lighthouse_client import Unproved, get_proved, parse_urls, urls_of_run
 from ft_hsdp.core.replica_state import ENTRY, difference
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
+from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.lighthouse_process import check_port
 from ft_hsdp.launch.run import follow
@@ -30,7 +31,6 @@ from ft_hsdp.launch.run.directory import (
     read_json,
     run_of,
     write_config,
-    write_json,
 )
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.train.identity import HOST_VARIABLE
@@ -260,7 +260,7 @@ def _join_elsewhere(run: RunDir, config: Config, url: str, trusted: tls.Trusted,
     recorded = read_json(run.lighthouse) or {}
     if set(urls_of_run(recorded)) != set(urls):
         who = recorded if another(recorded) else {"pid": 0}  # the lighthouse may be on this machine
-        write_json(run.lighthouse, {**who, "url": urls[0], "urls": list(urls)})
+        replace_json(run.lighthouse, {**who, "url": urls[0], "urls": list(urls)})
     return claim
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch.cli import main
-from ft_hsdp.launch.run.directory import RunDir, complain, identity, write_json
+from ft_hsdp.launch.run.directory import RunDir, complain, identity
 from ft_hsdp.state.checkpoint import catalog, drafts
 from tests.launch.run.test_verify import model  # noqa: F401 - a fixture
 from tests.state.test_checkpoint_catalog import KEY, checkpoint
@@ -84,7 +85,7 @@ def test_every_reading_command_says_what_it_cannot_read(
     for name in files(model):
         run = RunDir(tmp_path / "job")
         shutil.copytree(model, run.path)
-        write_json(run.supervisor, identity())  # for `status`, it runs
+        replace_json(run.supervisor, identity())  # for `status`, it runs
         damage(run.path / name, chance)
         for command in (READING[0], chance.choice(READING[1:])):
             complain.cache_clear()

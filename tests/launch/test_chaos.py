@@ -18,10 +18,11 @@ from ft_hsdp import fault_injection
 from ft_hsdp.analysis.failures import AFTERMATH_S
 from ft_hsdp.config import ChaosConfig, parse
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch.chaos import Injection, Planner, in_words
 from ft_hsdp.launch.injection import inflict, inject_by_hand, parse_options
 from ft_hsdp.launch.job import JobRun
-from ft_hsdp.launch.run.directory import RunDir, read_jsonl, write_json
+from ft_hsdp.launch.run.directory import RunDir, read_jsonl
 from tests.support.launch.launch_rows import failures
 from tests.support.refused import refused
 
@@ -172,7 +173,7 @@ def victim(run_dir: RunDir) -> Iterator[subprocess.Popen[bytes]]:
 
 def _list(run: RunDir, pid: int) -> None:
     ranks = [{"rank": 1, "pid": pid, "state": "running"}]
-    write_json(run.processes(0), {"replica": 0, "incarnation": "0-a-0", "restarts": 0, "ranks": ranks})
+    replace_json(run.processes(0), {"replica": 0, "incarnation": "0-a-0", "restarts": 0, "ranks": ranks})
 
 
 def test_by_hand_kills_the_listed_rank_and_records_it(run_dir: RunDir, victim: subprocess.Popen[bytes]) -> None:
@@ -214,7 +215,7 @@ def pretenders(
             {"rank": r, "pid": found[f"rank {r}"].pid, "host": host, "machine": "vm", "state": "running"}
             for r, host in hosts.items()
         ]
-        write_json(run.processes(0), {"replica": 0, "incarnation": "0-a-0", "restarts": 0, "ranks": rows})
+        replace_json(run.processes(0), {"replica": 0, "incarnation": "0-a-0", "restarts": 0, "ranks": rows})
         yield found
 
 

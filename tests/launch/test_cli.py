@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch import cli
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.cli import main
-from ft_hsdp.launch.run.directory import RunDir, identity, write_json
+from ft_hsdp.launch.run.directory import RunDir, identity
 from tests.support.launch.launch_rows import event, written
 
 HOST = socket.gethostname()
@@ -138,13 +139,13 @@ def test_an_unreachable_lighthouse_is_69_with_one_line(config, capsys, monkeypat
 
 def test_status_is_one_json_document(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = _run()
-    write_json(run.supervisor, identity())
-    write_json(run.lighthouse, {"pid": os.getpid(), "url": "http://127.0.0.1:1"})
+    replace_json(run.supervisor, identity())
+    replace_json(run.lighthouse, {"pid": os.getpid(), "url": "http://127.0.0.1:1"})
     ranks = [
         {"rank": 0, "pid": os.getpid(), "host": HOST, "state": "running"},
         {"rank": 1, "pid": 2**22 + 1, "host": HOST, "state": "running"},
     ]
-    write_json(run.processes(1), {"replica": 1, "incarnation": "1-a-0", "restarts": 0, "ranks": ranks})
+    replace_json(run.processes(1), {"replica": 1, "incarnation": "1-a-0", "restarts": 0, "ranks": ranks})
     for argv in (
         ["status", "--json"],
         ["status", "--json", "--run", "job"],
@@ -168,7 +169,7 @@ def test_explain_tells_every_decision_with_its_reason_and_each_failure(config, c
     granted = event("EpochGranted", 10.0, epoch=1, step=1, members=[0, 1, 2])
     written(run.events, granted, exited, event("SomethingNew", 13.0, replica=1, rank=0))
     failure = {"t": 12.4, "replica": 1, "rank": 1, "kind": "SIGKILL", "detect_s": 0.003, "stall_s": 0.4}
-    write_json(run.summary, {"failures": [{**failure, "rejoin_s": 3.9, "source": "0"}], "lost": [2]})
+    replace_json(run.summary, {"failures": [{**failure, "rejoin_s": 3.9, "source": "0"}], "lost": [2]})
     assert main(["explain", "job"]) == 0
     text = capsys.readouterr().out
     assert [line.split()[0] for line in text.splitlines()[:3]] == ["0.000", "2.500", "3.000"]

@@ -12,8 +12,9 @@ import pytest
 from ft_hsdp.config import Config, load, parse
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.http_proof import HEADER, keys_of
+from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch import backend, host, standalone
-from ft_hsdp.launch.run.directory import RunDir, make_run, read_json, write_job_files, write_json
+from ft_hsdp.launch.run.directory import RunDir, make_run, read_json, write_job_files
 from lighthouse.quorum.state import Policy
 from lighthouse.store import SqliteStore
 from tests.support.answering import Answering, serving
@@ -108,7 +109,7 @@ def test_a_replica_of_another_job_leaves_a_run_that_lives_alone(config, url, tmp
 def test_an_edited_file_is_refused_and_does_not_replace_the_configuration(config, url, tmp_path) -> None:
     run = RunDir(tmp_path / "job")
     make_run(run, config, GOOD).release()
-    write_json(run.lighthouse, {"url": url})
+    replace_json(run.lighthouse, {"url": url})
     SqliteStore(run.path / "lighthouse/store.sqlite").close()
     before, train = content(tmp_path), config.train.model_copy(update={"seed": 9})
     edited = config.model_copy(update={"train": train})
@@ -152,7 +153,7 @@ def test_a_lighthouse_goes_on_with_a_run_until_its_store_says_that_it_has_ended(
     write_job_files(run, config)
     token = run.token.read_text()
     run.final(0).parent.mkdir(parents=True)
-    write_json(run.final(0), {"step": config.train.steps})
+    replace_json(run.final(0), {"step": config.train.steps})
     run.replica(1).mkdir(parents=True)
     store = SqliteStore(run.path / "lighthouse/store.sqlite")
     store.save(replace(store.load(Policy(slots=2, steps=10)), finished=finished))

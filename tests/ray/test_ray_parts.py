@@ -12,12 +12,13 @@ import pytest
 from ft_hsdp.config import Config, dump, load, parse
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch.ray import logs, placement, submit
 from ft_hsdp.launch.ray.actor import make_folder, place_script
 from ft_hsdp.launch.ray.cluster import RayOutput, destination
 from ft_hsdp.launch.ray.logs import LogPiece, LogReceiver, LogSender
 from ft_hsdp.launch.ray.submit import check, entrypoint, job_environment, not_used, with_hosts, within_reach
-from ft_hsdp.launch.run.directory import RunDir, write_json
+from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.train.identity import host_path
 from tests.support.refused import refused
 from tests.support.started_job import ROOT, launcher
@@ -261,9 +262,9 @@ def test_a_node_s_folder_is_private_and_swept(tmp_path: Path) -> None:
     mine, gone = make_folder(tmp_path / "f", "a"), make_folder(tmp_path / "f", "a")
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    write_json(gone / "owner.json", {"pid": ended.pid, "host": socket.gethostname()})
+    replace_json(gone / "owner.json", {"pid": ended.pid, "host": socket.gethostname()})
     foreign = make_folder(tmp_path / "f", "a")  # on a file system that another host has, too
-    write_json(foreign / "owner.json", {"pid": ended.pid, "host": "elsewhere"})
+    replace_json(foreign / "owner.json", {"pid": ended.pid, "host": "elsewhere"})
     third = make_folder(tmp_path / "f", "a")
     assert mine.stat().st_mode & 0o777 == 0o700
     assert {p.name for p in (tmp_path / "f").iterdir()} == {mine.name, foreign.name, third.name}

@@ -28,6 +28,7 @@ from ft_hsdp.address import loopback
 from ft_hsdp.config import Config, RayConfig, dump, load
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
+from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch.agent import HostAgent, agent_path
 from ft_hsdp.launch.backend.forkserver import SPAWN_S, ForkServer
 from ft_hsdp.launch.backend.ranks import LocalRanks
@@ -35,7 +36,7 @@ from ft_hsdp.launch.lighthouse_process import reach
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.ray.logs import NODES, LogPiece, LogSender
 from ft_hsdp.launch.ray.placement import host_environment
-from ft_hsdp.launch.run.directory import Row, RunDir, alive, identity, read_json, supervised, write_json
+from ft_hsdp.launch.run.directory import Row, RunDir, alive, identity, read_json, supervised
 from ft_hsdp.protocol import SupervisorReply
 
 POLL_S = 0.25  # between two looks at the files; events are reported at once
@@ -276,7 +277,7 @@ def write_files(run: RunDir, order: HostOrder, address: str, setup: ActorSetup) 
     place_script(run, order.script)
     secret.write_private(run.token, order.token)
     secret.write_private(run.checkpoint_key, order.checkpoint_key)
-    write_json(run.lighthouse, {"pid": 0, "url": order.urls[0], "urls": list(order.urls)})
+    replace_json(run.lighthouse, {"pid": 0, "url": order.urls[0], "urls": list(order.urls)})
     link_checkpoints(run, Path(order.run))
     return load(run.config)
 
@@ -340,7 +341,7 @@ def make_folder(parent: Path, name: str) -> Path:
                 if owner.stat().st_uid == os.getuid() and named.get("host") == host and not alive(named):
                     shutil.rmtree(owner.parent, ignore_errors=True)
         made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent))
-        write_json(made / OWNER, {**identity(), "host": host})
+        replace_json(made / OWNER, {**identity(), "host": host})
     except OSError as error:
         allowed = f"a folder that can be written on {host} ({error.strerror})"
         raise ConfigError("ray.folder", str(parent), allowed) from None

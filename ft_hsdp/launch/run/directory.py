@@ -32,6 +32,7 @@ from ft_hsdp.jsonl import (
     read_regular,
     replace_json,
     set_aside,
+    unused,
 )
 from ft_hsdp.mounts import Ability, need
 
@@ -187,7 +188,7 @@ def make_run(
         need(run.path.parent, "job.runs_dir", Ability.LOCKS, Ability.RENAME)
         write_job_files(part, config, token)
         if said is not None:
-            write_json(part.supervisor, said)
+            replace_json(part.supervisor, said)
         claim.made()
         while not (shared := not ended and run.config.exists() and owner.has(run.path)):
             if _put_in_place(part, run, judged):
@@ -216,7 +217,7 @@ def _put_in_place(part: RunDir, run: RunDir, judged: Record) -> bool:
         if run.path.exists():
             stamped = run.supervisor if run.supervisor.exists() else run.path
             made = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(stamped.stat().st_mtime))
-            run.path.rename(_unused(run.path.with_name(f"{run.name}.{made}")))
+            run.path.rename(unused(run.path.with_name(f"{run.name}.{made}")))
         try:
             part.path.rename(run.path)
         except OSError as error:
@@ -331,12 +332,6 @@ def _mark(file: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _unused(path: Path) -> Path:
-    """Return `path`, or `path` with the first number that makes it new."""
-    tries = (path.with_name(f"{path.name}-{n}") for n in range(2, 10_000))
-    return path if not path.exists() else next(p for p in tries if not p.exists())
-
-
 def find_run(runs_dir: Path, name: str) -> RunDir:
     """Return the directory of a run, finished or not; `name` is a path, or a name under `runs_dir`.
 
@@ -377,17 +372,8 @@ def newest_live(runs_dir: Path) -> RunDir | None:
     return RunDir(newest.parent) if newest else None
 
 
-def write_json(path: Path, value: object) -> None:
-    """Replace the file at `path` by `value` as JSON; a reader sees the old or the new one.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    replace_json(path, value)
-
-
 def try_write_json(path: Path, value: object) -> None:
-    """Write JSON as `write_json` does, but only log it if the disk fails: no process depends on this file."""
+    """Write JSON as `replace_json` does, but only log it if the disk fails: no process depends on this file."""
     try:
         replace_json(path, value)
     except OSError as error:

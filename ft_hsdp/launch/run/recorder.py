@@ -27,9 +27,9 @@ from ft_hsdp.analysis.commits import (
     newest_final,
 )
 from ft_hsdp.config import Config
-from ft_hsdp.jsonl import Lost, Queued
+from ft_hsdp.jsonl import Lost, Queued, replace_json
 from ft_hsdp.launch.run.audit import WINDOW
-from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json, read_jsonl, write_json
+from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json, read_jsonl
 from ft_hsdp.launch.run.summary import RunTally, Summary
 
 FED_BYTES = 64 << 10  # of one replica's fed.jsonl that are read at once
@@ -225,7 +225,7 @@ class Recorder:
         for file in self._files():
             file.flush()
         try:
-            write_json(self._run.summary, summary)
+            replace_json(self._run.summary, summary)
         except OSError as error:
             unwritten = Lost(self._run.summary.name, 1, time.time(), time.time(), error.strerror or str(error))
             self.emit({**unwritten.event, "source": "supervisor"})

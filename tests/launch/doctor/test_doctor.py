@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from ft_hsdp.config import parse
+from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch.backend.processes import take_name
 from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.doctor import CHECKS, Bad, CheckState, Finding, Subject, Undecided, examine
 from ft_hsdp.launch.doctor.checks import Check
-from ft_hsdp.launch.run.directory import RunDir, identity, write_json
+from ft_hsdp.launch.run.directory import RunDir, identity
 from ft_hsdp.launch.standalone import name_of_agent
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.train.identity import host_name
@@ -67,7 +68,7 @@ def test_what_fails_says_what_to_do_on_one_line_each(config: str, capsys: pytest
 
 def test_it_looks_beside_a_running_job_of_another_name_only(config, capsys) -> None:
     run = RunDir(Path("runs/job"))
-    write_json(run.supervisor, identity())
+    replace_json(run.supervisor, identity())
     assert main(["doctor", config, "--json"]) == 64
     failed = [check["text"] for check in by_name(capsys).values() if not check["ok"]]
     assert len(failed) == 1

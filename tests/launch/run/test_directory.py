@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import LineWriter, read_object
+from ft_hsdp.jsonl import LineWriter, read_object, replace_json
 from ft_hsdp.launch.run.directory import (
     JobFiles,
     RunDir,
@@ -27,7 +27,6 @@ from ft_hsdp.launch.run.directory import (
     read_json,
     read_jsonl,
     write_job_files,
-    write_json,
 )
 from tests.support.waiting import async_until
 
@@ -99,8 +98,8 @@ def test_any_cut_of_a_log_reads_the_same(tmp_path_factory: pytest.TempPathFactor
 
 
 def test_json_is_replaced_whole_and_what_is_no_json_reads_as_none(tmp_path: Path) -> None:
-    write_json(tmp_path / "new" / "a.json", {"a": 1})
-    write_json(tmp_path / "new" / "a.json", {"a": 2})
+    replace_json(tmp_path / "new" / "a.json", {"a": 1})
+    replace_json(tmp_path / "new" / "a.json", {"a": 2})
     assert read_json(tmp_path / "new" / "a.json") == {"a": 2}
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["a.json"]
     (tmp_path / "bad").write_text("{")
@@ -122,12 +121,12 @@ def test_a_process_is_known_by_pid_and_time_of_birth() -> None:
 
 
 def test_an_old_run_is_moved_away_under_the_time_of_its_start(run_dir: RunDir) -> None:
-    write_json(run_dir.supervisor, {"pid": 2**22 + 1})
+    replace_json(run_dir.supervisor, {"pid": 2**22 + 1})
     os.utime(run_dir.supervisor, (0, 0))
     make_run(run_dir, Config()).release()
     assert read_json(run_dir.supervisor) is None
     assert (run_dir.path.parent / "job.19700101T000000Z" / "config.yaml").exists()
-    write_json(run_dir.supervisor, {"pid": 2**22 + 1})
+    replace_json(run_dir.supervisor, {"pid": 2**22 + 1})
     os.utime(run_dir.supervisor, (0, 0))
     make_run(run_dir, Config(), said={"pid": 1}).release()
     assert read_json(run_dir.supervisor) == {"pid": 1}
@@ -137,7 +136,7 @@ def test_an_old_run_is_moved_away_under_the_time_of_its_start(run_dir: RunDir) -
 
 @pytest.mark.parametrize("file", ["supervisor", "lighthouse"])
 def test_the_name_of_a_running_job_is_refused(run_dir: RunDir, file: str) -> None:
-    write_json(getattr(run_dir, file), identity(os.getppid()))
+    replace_json(getattr(run_dir, file), identity(os.getppid()))
     with pytest.raises(ConfigError, match=rf"job.name: got 'job'.*pid {os.getppid()}"):
         make_run(run_dir, Config())
     assert run_dir.config.exists()
@@ -146,7 +145,7 @@ def test_the_name_of_a_running_job_is_refused(run_dir: RunDir, file: str) -> Non
 
 def test_the_pid_of_this_process_is_that_of_one_before_it(run_dir: RunDir) -> None:
     """In a container that was started again the new process has the pid of the old one."""
-    write_json(run_dir.lighthouse, {"pid": os.getpid()})
+    replace_json(run_dir.lighthouse, {"pid": os.getpid()})
     make_run(run_dir, Config()).release()
 
 
@@ -160,7 +159,7 @@ def test_the_newest_run_that_lives_is_found(tmp_path: Path) -> None:
     assert newest_live(tmp_path) is None
     for n, (name, named) in enumerate({"a": identity(), "b": identity(), "c": {"pid": 2**22 + 1}}.items()):
         file = RunDir(tmp_path / name).supervisor
-        write_json(file, named)
+        replace_json(file, named)
         os.utime(file, (n, n))
     newest = newest_live(tmp_path)
     assert newest is not None

@@ -6,7 +6,8 @@ import pytest
 from ft_hsdp.config import Config, dump
 from ft_hsdp.core.effects import RunBatch
 from ft_hsdp.core.ledger import Ledger
-from ft_hsdp.launch.run.directory import RunDir, write_json
+from ft_hsdp.jsonl import replace_json
+from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.replay import ReplaySegment, agreed, replay, segments
 from ft_hsdp.train.replay.job import ReplayOutcome, Script
 from tests.support.launch.launch_rows import commit
@@ -34,7 +35,7 @@ def test_a_run_of_a_users_own_loop_is_refused_with_the_reason(tmp_path: Path) ->
     run = RunDir(tmp_path / "mine")
     run.final(0).parent.mkdir(parents=True)
     run.config.write_text(dump(Config()))
-    write_json(run.final(0), {"step": 1, "commit_epoch": 1, "lineage": "L", "digest": "d", "loop": "own"})
+    replace_json(run.final(0), {"step": 1, "commit_epoch": 1, "lineage": "L", "digest": "d", "loop": "own"})
     refused(lambda: replay(run), r"allowed: a run of the built-in trainer or of an `entry`")
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from ft_hsdp.config import Config, dump, parse
-from ft_hsdp.jsonl import LineWriter
+from ft_hsdp.jsonl import LineWriter, replace_json
 from ft_hsdp.launch import cli
-from ft_hsdp.launch.run.directory import Row, RunDir, write_json
+from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.verify import verify
 from tests.support.launch.launch_rows import commit, event, fed, written
@@ -45,7 +45,7 @@ def leave(
         for line in lines:
             feeds.write(line)
         final = {"step": STEPS, "commit_epoch": 3, "lineage": f"L{STEPS}", "digest": "d", "incarnation": "x"}
-        write_json(run.final(replica), final)
+        replace_json(run.final(replica), final)
     record(run, config)
 
 
@@ -197,7 +197,7 @@ def stopped(run: RunDir, finals: dict[int, Row] | None = None) -> None:
     for replica in range(3):
         run.final(replica).unlink()
     for replica, final in (finals or {}).items():
-        write_json(run.final(replica), final)
+        replace_json(run.final(replica), final)
     run.metrics.unlink()
     record(run)
 
@@ -260,7 +260,7 @@ def test_a_run_that_went_back_by_several_steps_passes(tmp_path: Path) -> None:
     write(lasting, 1)
     for replica in (0, 1):
         final = {"step": STEPS, "commit_epoch": 2, "lineage": f"R{STEPS}", "digest": "d", "incarnation": "x"}
-        write_json(run.final(replica), final)
+        replace_json(run.final(replica), final)
     summary = recorder.finish()
     recorder.close()
     assert told == [*range(1, 8), *range(6, STEPS + 1)], "what was told is not told again, what took its place is"

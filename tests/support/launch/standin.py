@@ -15,7 +15,8 @@ from typing import Any
 
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.run.directory import RunDir, write_json
+from ft_hsdp.jsonl import replace_json
+from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.train.identity import FATAL_VARIABLE, HOST_VARIABLE, IncarnationSource
 
 
@@ -55,7 +56,7 @@ def main(config: Config, calling: IncarnationSource, run: Path) -> int:
                 (run / f"{name}-awaited-{os.environ['RANK']}").touch()
                 wait_for(run / name)
             said = {"step": 1, "incarnation": str(calling.poll()), "of_job": of_job}
-            write_json(RunDir(run).final(replica), said)
+            replace_json(RunDir(run).final(replica), said)
             return 0
         case ["exit-when", name, code]:
             wait_for(run / name)

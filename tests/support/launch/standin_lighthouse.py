@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 
 from ft_hsdp.http_proof import HEADER
-from ft_hsdp.launch.run.directory import RunDir, write_json
+from ft_hsdp.jsonl import replace_json
+from ft_hsdp.launch.run.directory import RunDir
 from tests.support.answering import Answering
 from tests.support.launch.launch_rows import written
 from tests.support.lighthouse.signed import proved
@@ -50,7 +51,7 @@ def main() -> None:
     server.socket = socket.socket(fileno=args.fd)
     server.server_address = server.socket.getsockname()
     url = f"http://127.0.0.1:{server.server_address[1]}"
-    write_json(Handler.run.lighthouse, {"pid": os.getpid(), "url": url})
+    replace_json(Handler.run.lighthouse, {"pid": os.getpid(), "url": url})
     server.serve_forever()
 
 

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from ft_hsdp.config import Config
-from ft_hsdp.jsonl import LineWriter
-from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl, write_json
+from ft_hsdp.jsonl import LineWriter, replace_json
+from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl
 from ft_hsdp.train.identity import IncarnationSource
 from tests.support.launch.launch_rows import commit
 
@@ -74,5 +74,5 @@ def main(config: Config, calling: IncarnationSource, path: Path) -> int:
         commits.write(row)
     final = {"step": step, "commit_epoch": 1, "lineage": f"L{step}", "digest": "d", "incarnation": str(call)}
     final |= {"of_job": True}
-    write_json(run.final(replica), final)
+    replace_json(run.final(replica), final)
     return 0
