@@ -141,7 +141,6 @@ class LocalReplicas(Replicas):
         self._heard: set[str] = set()  # hosts that a lighthouse has answered
         self._live: set[str] = set()  # hosts whose agents run
         self._ended = False  # an agent has no part in the job any more
-        self._away: dict[int, int] = {}  # replica -> step before which it does not start again
 
     async def open(self) -> None:
         await self._forks.start()
@@ -166,7 +165,7 @@ class LocalReplicas(Replicas):
         return held[0].name if held else "", {rank.rank: rank.process for each in held for rank in each.living}
 
     def stay_away(self, replica: int, until_step: int) -> None:
-        self._away[replica] = max(until_step, self._away.get(replica, 0))
+        self._progress.stay_away(replica, until_step)
 
     def stop(self, number: int) -> None:
         self._stopping = True
@@ -235,12 +234,11 @@ class LocalReplicas(Replicas):
 
     async def _may_start(self, replica: int) -> None:
         """Wait for the steps of `stay_away`, while others commit any."""
-        until, stalled_s = self._away.get(replica, 0), self._config.timeouts.stalled_s
 
         def over() -> bool:
             return self._stopping or not any(other != replica for other in self.running())
 
-        await self._progress.comes_to(until, stalled_s, over)
+        await self._progress.may_start(replica, self._config.timeouts.stalled_s, over)
 
     def _news(self, host: LocalHost, reply: SupervisorReply) -> None:
         self._heard.add(host.name)

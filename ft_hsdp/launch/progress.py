@@ -42,14 +42,19 @@ class Progress(Changes):
         self.step = 0  # newest committed one
         self.finished = False
         self.halted = ""  # the lighthouse's reason why the job cannot go on; "": it can
+        self._away: dict[int, int] = {}  # replica -> step before which it does not start again
 
-    async def comes_to(self, step: int, stalled_s: float, stopped: Callable[[], bool]) -> None:
-        """Wait for a step, while the job commits one within ``stalled_s`` seconds each, and is not stopped."""
+    def stay_away(self, replica: int, until_step: int) -> None:
+        """Have `may_start` wait before so many steps are committed."""
+        self._away[replica] = max(until_step, self._away.get(replica, 0))
+
+    async def may_start(self, replica: int, stalled_s: float, stopped: Callable[[], bool]) -> None:
+        """Wait while a replica stays away, the job commits a step each ``stalled_s``, and is not stopped."""
 
         def over(before: int) -> bool:
             return self.step > before or self.finished or bool(self.halted) or stopped()
 
-        while self.step < step and not (self.finished or self.halted or stopped()):
+        while self.step < self._away.get(replica, 0) and not (self.finished or self.halted or stopped()):
             if not await self.wait_for(partial(over, self.step), stalled_s):
                 break
 

@@ -114,7 +114,6 @@ class HostActor:
     def __init__(self, setup: ActorSetup) -> None:
         self._setup = setup
         self._progress = Progress()
-        self._away: dict[int, int] = {}  # replica -> step before which it does not start again
         self._stopped = False
         self._stalled_s = 0.0
         self._open = contextlib.AsyncExitStack()  # what `close` ends
@@ -189,7 +188,7 @@ class HostActor:
 
     async def stay_away(self, replica: int, until_step: int) -> None:
         """Do not start a replica again before so many steps are committed."""
-        self._away[replica] = max(until_step, self._away.get(replica, 0))
+        self._progress.stay_away(replica, until_step)
 
     async def stop(self, number: int) -> None:
         """Have all ranks leave the job because of a signal, as `HostAgent.stop`."""
@@ -259,7 +258,7 @@ class HostActor:
         self._progress.saw(reply.step, reply.finished, reply.halted)
 
     async def _may_start(self, replica: int) -> None:
-        await self._progress.comes_to(self._away.get(replica, 0), self._stalled_s, lambda: self._stopped)
+        await self._progress.may_start(replica, self._stalled_s, lambda: self._stopped)
 
 
 def write_files(run: RunDir, order: HostOrder, address: str, setup: ActorSetup) -> Config:
