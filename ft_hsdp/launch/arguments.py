@@ -72,9 +72,13 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else")
         return command
 
-    def with_runs(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def with_runs(command: argparse.ArgumentParser, run: str = "") -> argparse.ArgumentParser:
         command.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where runs are (runs)")
+        if run:
+            command.add_argument("run", metavar="RUN", help=run)
         return command
+
+    a_run = "a run's name or folder"
 
     with_json(with_config(add("up", "lighthouse and all replicas on this machine, until done")))
     lighthouse = with_config(add("lighthouse", "the lighthouse of a job, by itself"))
@@ -100,8 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     render = add("render", "the same job as a file for Slurm or Kubernetes, on stdout")
     rendering.declare(render, with_config)
-    chaos = with_runs(with_json(add("chaos", "injure a running job: signals, hosts, networks, ...")))
-    chaos.add_argument("run", metavar="RUN", help="a run's name or folder")
+    chaos = with_runs(with_json(add("chaos", "injure a running job: signals, hosts, networks, ...")), a_run)
     chaos.add_argument("--kind", default="signal", help="what goes wrong (signal); docs/chaos.md has the kinds")
     chaos.add_argument("--replica", type=int, metavar="ID")
     chaos.add_argument("--rank", type=int, metavar="RANK", help="0, or all: see docs/chaos.md")
@@ -141,23 +144,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("schema", "the JSON Schema of a configuration, for editors")
     example = add("example", "an example configuration; without NAME, what there is")
     example.add_argument("name", metavar="NAME", nargs="?", help="e.g. quickstart; write it into a file for `up`")
-    replay = with_runs(with_json(add("replay", "a recorded run: train it again and compare; its page")))
-    replay.add_argument("run", metavar="RUN", help="a run's name or folder")
+    replay = with_runs(with_json(add("replay", "a recorded run: train it again and compare; its page")), a_run)
     replay.add_argument(
         "--page", action="store_true", help="only the page; on a terminal it also follows the check"
     )
     replay.add_argument("--port", type=int, default=0, metavar="N", help="of the page (a free one)")
-    explain = with_runs(with_json(add("explain", "what happened in a run, and why")))
-    explain.add_argument("run", metavar="RUN", help="a run's name or folder")
-    verify = with_runs(with_json(add("verify", "a finished run: does the protocol allow what it logged")))
-    verify.add_argument("run", metavar="RUN", help="a run's name or folder")
-    trace = with_runs(add("trace", "a run as a trace for ui.perfetto.dev"))
-    trace.add_argument("run", metavar="RUN", help="a run's name or folder")
+    with_runs(with_json(add("explain", "what happened in a run, and why")), a_run)
+    with_runs(with_json(add("verify", "a finished run: does the protocol allow what it logged")), a_run)
+    trace = with_runs(add("trace", "a run as a trace for ui.perfetto.dev"), a_run)
     trace.add_argument("out", metavar="OUT", type=Path, nargs="?", help="a file (trace.json in the run's folder)")
     for name, text in ORDERS.items():
-        command = with_runs(add(name, text))
+        command = with_runs(add(name, text), "a running job's name or folder")
         command.set_defaults(replica=None, replicas=None, force=False, host="")
-        command.add_argument("run", metavar="RUN", help="a running job's name or folder")
         if name == "scale":
             command.add_argument("replicas", type=int, metavar="N", help="from 1 to max_replicas")
         if name == "host-lost":

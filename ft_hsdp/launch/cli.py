@@ -34,6 +34,7 @@ INTERRUPTED = 130  # exit code after Ctrl-C
 JOBS = ("up", "lighthouse", "replica", "host", "submit")  # commands that run a job, or a part of one
 READING = ("status", "explain", "verify", "trace", "replay")  # commands that read what a run has logged
 EXAMPLES = Path(__file__).parents[1] / "configs"
+RAY = "another one, or this one once Ray is installed: pip install 'ft_hsdp[ray]'"
 BREACH = 1  # exit code of `verify` for a run that breaks the protocol
 
 
@@ -121,8 +122,7 @@ def _up(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.local import up
 
     code, summary = up(_config(args), stream=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        _print_json(summary)
+    _show(args, summary)
     return code
 
 
@@ -134,7 +134,7 @@ def _lighthouse(args: argparse.Namespace) -> int:
 
 def _replica(args: argparse.Namespace) -> int:
     if args.holder is None and "RANK" not in os.environ:  # torchrun starts the ranks themselves
-        return _hold(args)
+        return _hold(args.argv)
     from ft_hsdp.launch.host import replica
 
     return replica(_config(args), args.replica, args.lighthouse, args.holder, args.again)
@@ -142,21 +142,21 @@ def _replica(args: argparse.Namespace) -> int:
 
 def _host(args: argparse.Namespace) -> int:
     if args.holder is None:
-        return _hold(args)
+        return _hold(args.argv)
     from ft_hsdp.launch.host import host
 
     return host(_config(args), args.lighthouse, args.holder, args.again)
 
 
-def _hold(args: argparse.Namespace) -> int:
+def _hold(words: Sequence[str]) -> int:
     from ft_hsdp.launch.holder import hold
 
-    return hold(args.argv)
+    return hold(words)
 
 
 def _submit(args: argparse.Namespace) -> int:
     config = _config(args)
-    with _needs_ray("submit"):
+    with _needs("ray", "command", "submit", RAY):
         from ft_hsdp.launch.ray.cluster import destination
         from ft_hsdp.launch.ray.submit import submit
 
@@ -166,8 +166,7 @@ def _submit(args: argparse.Namespace) -> int:
 
             return submit_through_jobs_api(config, args.config, args.overrides, address, json=args.json)
     code, summary = submit(config, address, stream=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        _print_json(summary)
+    _show(args, summary)
     return code
 
 
@@ -180,7 +179,7 @@ def _render(args: argparse.Namespace) -> int:
 def _status(args: argparse.Namespace) -> int:
     name = args.run or args.name
     if args.ray_address is not None:
-        with _needs_ray("status --ray-address"):
+        with _needs("ray", "command", "status --ray-address", RAY):
             from ft_hsdp.launch.ray import submit as in_cluster
         document, text = in_cluster.status(args.ray_address, name)
         _show(args, document, lambda: text)
@@ -194,15 +193,14 @@ def _status(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _needs_ray(command: str) -> Iterator[None]:
-    """Raise ConfigError within a ``with`` block if Ray is not installed."""
+def _needs(package: str, key: str, value: str, allowed: str) -> Iterator[None]:
+    """Raise ConfigError within a ``with`` block if a package is not installed; the others are its arguments."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "ray":
+        if error.name is None or error.name.partition(".")[0] != package:
             raise
-        allowed = "another one, or this one once Ray is installed: pip install 'ft_hsdp[ray]'"
-        raise ConfigError("command", command, allowed) from None
+        raise ConfigError(key, value, allowed) from None
 
 
 def _chaos(args: argparse.Namespace) -> int:
@@ -218,16 +216,11 @@ def _chaos(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    try:
+    elsewhere = f"none here; this one is in the repository: python launcher.py bench {args.what[0]}"
+    with _needs("benchmarks", "bench", args.what[0], elsewhere):
         benches = import_module("benchmarks.command")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "benchmarks":
-            raise
-        allowed = f"none here; this one is in the repository: python launcher.py bench {args.what[0]}"
-        raise ConfigError("bench", args.what[0], allowed) from None
     results = benches.run_benches(args)
-    if args.json:
-        _print_json(results if len(results) > 1 else next(iter(results.values())))
+    _show(args, results if len(results) > 1 else next(iter(results.values())))
     return EXIT_OK
 
 
@@ -370,11 +363,7 @@ def _print(lines: Sequence[str]) -> None:
     sys.stdout.flush()
 
 
-def _print_json(value: Any) -> None:
-    _print([json.dumps(value)])
-
-
-def _show(args: argparse.Namespace, document: Any, lines: Callable[[], Sequence[str]]) -> None:
+def _show(args: argparse.Namespace, document: Any, lines: Callable[[], Sequence[str]] = tuple) -> None:
     _print([json.dumps(document)] if args.json else lines())
 
 
