@@ -101,14 +101,8 @@ def _lighthouse(site: Site, name: str, secret: str, runs: str, where: str) -> Tr
         readinessProbe=probe,
         resources=pod.resources(1, 0, 2),
     )
-    spec = {
-        "restartPolicy": "OnFailure",
-        "terminationGracePeriodSeconds": 10,
-        **pod.rights(),
-        "containers": [container],
-        "volumes": pod.volumes(f"{name}-config", runs),
-    }
-    job = {"parallelism": 1, "completions": 1, "backoffLimit": NO_LIMIT, "template": {"spec": spec}}
+    template = pod.template(name, container, runs, restartPolicy="OnFailure", terminationGracePeriodSeconds=10)
+    job = {"parallelism": 1, "completions": 1, "backoffLimit": NO_LIMIT, "template": template}
     return {"name": "lighthouse", "replicas": 1, "template": {"spec": job}}
 
 
@@ -127,18 +121,12 @@ def _nodes(config: Config, site: Site, layout: Shape, name: str, secret: str, wh
         resources=pod.resources(layout.cpus, layout.gpus, site.memory_gib),
         mounts=[mount],
     )
-    spec = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": CommentedValue(
-            "after SIGTERM a rank leaves when its step is committed, within timeouts.stop_s",
-            math.ceil(config.timeouts.stop_s) + LEAVE_S,
-        ),
-        **pod.rights(),
-        **({} if alone else {"affinity": pod.apart(name)}),
-        "containers": [container],
-        "volumes": [*pod.volumes(f"{name}-config", site.claim), memory],
-    }
-    job = {"parallelism": 1, "completions": 1, **_retries(layout), "template": {"spec": spec}}
+    stop_s = math.ceil(config.timeouts.stop_s) + LEAVE_S
+    why = "after SIGTERM a rank leaves when its step is committed, within timeouts.stop_s"
+    first = {"restartPolicy": "Never", "terminationGracePeriodSeconds": CommentedValue(why, stop_s)}
+    placed = {} if alone else {"affinity": pod.apart(name)}
+    template = pod.template(name, container, site.claim, memory, **first, **placed)
+    job = {"parallelism": 1, "completions": 1, **_retries(layout), "template": template}
     return {
         "name": layout.part,
         "replicas": layout.count,

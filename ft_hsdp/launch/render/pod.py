@@ -133,10 +133,19 @@ def container(name: str, image: str, **more: Any) -> Tree:
     }
 
 
-def volumes(config: str, claim: str | None) -> list[Tree]:
-    """Return the volumes of the configuration and of the runs; without a claim the latter ends with its pod."""
+def template(job: str, container: Tree, claim: str | None, *more: Tree, **first: Any) -> Tree:
+    """Return a pod of `job` without rights, with the volumes that its container mounts.
+
+    Args:
+        job: Names the volume with the configuration.
+        container: Its only one.
+        claim: Of the volume with the runs; None: they end with the pod.
+        more: Further volumes.
+        first: Further keys.
+    """
     runs: Tree = {"emptyDir": {}} if claim is None else {"persistentVolumeClaim": {"claimName": claim}}
-    return [{"name": "config", "configMap": {"name": config}}, {"name": "runs", **runs}]
+    volumes = [{"name": "config", "configMap": {"name": f"{job}-config"}}, {"name": "runs", **runs}, *more]
+    return {"spec": {**first, **rights(), "containers": [container], "volumes": volumes}}
 
 
 def apart(job: str) -> Tree:

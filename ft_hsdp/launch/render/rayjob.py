@@ -87,13 +87,7 @@ def _submitter(site: Site) -> Tree:
 def _head(site: Site, name: str, runs: str) -> Tree:
     """Return the head: it runs Ray's services, the driver and the lighthouse, but no ranks."""
     container = pod.container("ray-head", site.image, resources=pod.resources(2, 0, 8))
-    template = {
-        "spec": {
-            **pod.rights(),
-            "containers": [container],
-            "volumes": pod.volumes(f"{name}-config", runs),
-        }
-    }
+    template = pod.template(name, container, runs)
     return {"rayStartParams": CommentedValue("no ranks are placed here", {"num-cpus": "0"}), "template": template}
 
 
@@ -129,17 +123,12 @@ def _workers(config: Config, site: Site, name: str, each: int, zone: str | None)
         resources=pod.resources(cpus, gpus, site.memory_gib),
         env=[pod.field(HOST_VARIABLE, pod.NODE)],
     )
-    spec = {
-        **({} if zone is None else {"nodeSelector": {"topology.kubernetes.io/zone": zone}}),
-        **pod.rights(),
-        "containers": [container],
-        "volumes": pod.volumes(f"{name}-config", site.claim),
-    }
+    placed = {} if zone is None else {"nodeSelector": {"topology.kubernetes.io/zone": zone}}
     return {
         **({"labels": CommentedValue("for Ray", labels)} if labels else {}),
         "rayStartParams": {
             "num-cpus": str(math.ceil(cpus)),
             **({"resources": shlex.quote(json.dumps(told))} if told else {}),
         },
-        "template": {"spec": spec},
+        "template": pod.template(name, container, site.claim, **placed),
     }
