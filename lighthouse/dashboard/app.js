@@ -2,13 +2,11 @@
 import { Confirmation, Notice } from "./actions.js";
 import { keepViewKey, readAddress, viewKey } from "./api.js";
 import { Drawer } from "./drawer.js";
-import { Effective } from "./effective.js";
 import { Connection, Header } from "./header.js";
-import { Hosts } from "./hosts.js";
 import { html, render, useEffect, useState } from "./html.js";
 import { Log } from "./log.js";
 import { start } from "./model.js";
-import { Run } from "./run.js";
+import { Effective, Hosts, Run } from "./side.js";
 import { Slider } from "./slider.js";
 import { store, useStore } from "./store.js";
 import { Timeline, zoomKey } from "./timeline.js";

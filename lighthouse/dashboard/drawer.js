@@ -1,7 +1,7 @@
 // Everything about one replica, and what may be done to it.
 import { get } from "./api.js";
 import { html, useEffect, useRef, useState } from "./html.js";
-import { Row, shaped } from "./log_rows.js";
+import { merged, Row, shaped } from "./log_rows.js";
 import { onEvent } from "./model.js";
 import { copiesOf, hostsOf, RUNGS, STATES, Swatch } from "./states.js";
 import { nowOf, store, useStore } from "./store.js";
@@ -14,13 +14,7 @@ function useRecent(replica, ceiling) {
   const [rows, setRows] = useState([]);
   useEffect(() => {
     let gone = false;
-    const take = (more) => {
-      if (gone) return;
-      setRows((now) => {
-        const all = new Map([...now, ...more].map((row) => [row.seq, row]));
-        return [...all.values()].sort((a, b) => b.seq - a.seq).slice(0, RECENT);
-      });
-    };
+    const take = (more) => gone || setRows((now) => merged(now, more).slice(-RECENT));
     const read = () =>
       get("/v1/events", { replica, limit: RECENT, before: ceiling === null ? null : ceiling + 1 }).then(
         ({ events }) => take(events),
@@ -86,7 +80,7 @@ function Open({ replica }) {
       <h3>Failures</h3>
       ${mine.length ? html`<ul class="failures">${mine.slice(0, 8).map((f) => html`<li key=${f.seq}><button type="button" onClick=${() => store.set({ failure: f.seq })}><span class="num quiet">${day(f.t)} ${clock(f.t)}</span><span class="kind wide">${told(f)}</span><span class="num right">${f.rejoin_s === null ? "–" : span(f.rejoin_s)}</span></button></li>`)}</ul>` : html`<p class="quiet">None.</p>`}
       <h3>Last events</h3>
-      <ol class="recent">${rows.map((row) => html`<${Row} key=${row.seq} row=${row} />`)}</ol>
+      <ol class="recent">${[...rows].reverse().map((row) => html`<${Row} key=${row.seq} row=${row} />`)}</ol>
     </aside>
   `;
 }

@@ -3,14 +3,6 @@ import { html } from "./html.js";
 import { store, useStore } from "./store.js";
 import { count, percent, short, span } from "./time.js";
 
-const CONNECTION = {
-  connecting: "connecting",
-  live: "live",
-  reconnecting: "reconnecting",
-  replay: "replay",
-  refused: "no access",
-};
-
 function switchTheme() {
   const theme = store.get().theme === "dark" ? "light" : "dark";
   document.documentElement.dataset.theme = theme;
@@ -25,7 +17,7 @@ function switchTheme() {
 export function Connection() {
   const connection = useStore((s) => s.connection);
   const trouble = useStore((s) => s.trouble);
-  return html`<span class=${`connection is-${connection}`} role="status" title=${trouble}><i aria-hidden="true" />${CONNECTION[connection]}</span>`;
+  return html`<span class=${`connection is-${connection}`} role="status" title=${trouble}><i aria-hidden="true" />${connection === "refused" ? "no access" : connection}</span>`;
 }
 
 export function ThemeSwitch() {

@@ -23,7 +23,7 @@ export function shaped(row) {
 }
 
 /** `held` and `more` as one ascending list without doubles. */
-function merged(held, more) {
+export function merged(held, more) {
   const all = new Map(held.map((row) => [row.seq, row]));
   for (const row of more) all.set(row.seq, row);
   return [...all.values()].sort((a, b) => a.seq - b.seq);
