@@ -305,8 +305,8 @@ def _page(run: RunDir, port: int) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from ft_hsdp.analysis.incarnations import starts
-    from ft_hsdp.launch.run.explain import explain
     from ft_hsdp.launch.run.recorder import events_of
+    from ft_hsdp.launch.run.summary import explain
 
     run = find_run(args.runs_dir, args.run)
     events = events_of(run)

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from ft_hsdp.analysis.incarnations import starts
-from ft_hsdp.launch.run.explain import explain, start_table
+from ft_hsdp.launch.run.summary import explain, start_table
 
 
 def event(name: str, t: float, incarnation: str = "1-a-1", **facts: Any) -> dict[str, Any]:

@@ -9,8 +9,7 @@ Read the modules in this order:
     recorder   merges all logs into events.jsonl, metrics.jsonl and summary.json
     follow     does that beside a lighthouse that was started by itself
     grants     the grants that the lighthouses of the run logged
-    summary    summary.json: the job in figures
-    explain    `explain`: a run in words
+    summary    summary.json: the job in figures; `explain`: a run in words
     audit      which units were trained once, twice, or never
     verify     `verify`: checks that the logs are a history that the protocol allows
     replay     `replay`: the ranks of one replica train the committed steps again, and every bit is compared

@@ -4,7 +4,7 @@ import pytest
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.run.directory import Row
-from ft_hsdp.launch.run.explain import failure_in_words
+from ft_hsdp.launch.run.summary import failure_in_words
 from ft_hsdp.launch.run.terminal import summary_lines
 from tests.support.launch.launch_rows import commit, event, failures, summarize
 
