@@ -38,7 +38,6 @@ from ft_hsdp.core.events import Leaving
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.train.check_in import check_in, open_log, restored
 from ft_hsdp.train.data.prefetch import Reader, Source
 from ft_hsdp.train.data.sources import DataSources, facts_of
 from ft_hsdp.train.data.step_plan import checked_weight
@@ -54,6 +53,7 @@ from ft_hsdp.train.orders import Mailbox
 from ft_hsdp.train.runtime import RankRuntime
 from ft_hsdp.train.state.checkpointing import CheckpointSaver, open_checkpoints
 from ft_hsdp.train.state.live_state import LiveState
+from ft_hsdp.train.state.recovery import check_in, open_log, restored
 from ft_hsdp.train.state.snapshots import AgentHome
 from ft_hsdp.train.step_driver import Joined, StepDriver
 from ft_hsdp.train.step_log import StepLog

@@ -9,8 +9,8 @@ import pytest
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.memory.replacement import RankClaim, disagreement
-from ft_hsdp.train.check_in import check_in
 from ft_hsdp.train.rank_zero import same_data
+from ft_hsdp.train.state.recovery import check_in
 
 HOSTS = ("r0h0", "s0")
 GANG = [RankClaim(rank, 2, "0-a-1", HOSTS[rank], HOSTS, StateId(2, 7, "ab")) for rank in range(2)]

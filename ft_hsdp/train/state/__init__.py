@@ -10,7 +10,7 @@ Read the modules in this order:
     known_shards   which shards of the replica's states the job's agents keep, and those that are cut for another
                    number of ranks
     copies         has copies made on other hosts, while the network is idle; copy_plan: which
-    recovery       with which state a replica begins: from the memory of hosts, or from a checkpoint
+    recovery       with which state a replica begins, from the memory of hosts or a checkpoint; how it checks in
     block_store    static data of the user in the memory of hosts; block_data and block_submission are parts of it
 
 The way of a state: ``job._apply`` changes the live state; `SnapshotWriter` copies it into the agent's memory; the

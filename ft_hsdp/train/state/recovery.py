@@ -14,14 +14,24 @@ decides, each rank takes its own shard:
 So the rungs fall by themselves: own agent, a copy elsewhere, another replica, an older state, the checkpoint. A
 snapshot is only made of a committed state, so shards of one state may come from several replicas. They may be
 those of another number of ranks (`OtherWidths`): then each rank fetches parts of several.
+
+A rank that is warm joins its job in this order; each step waits for the other ranks of the replica:
+
+    RankRuntime       all that does not depend on the replica; a spare stops here until it is assigned
+    begin, start      the incarnation: journal, state agent, the ring's listener
+    restored          the newest state in memory or in a checkpoint
+    check_in          the ranks compare what they are and hold (`check_claims`); the leader asks for the first step
+
+The ranks of a replica that contradict each other do not join: another start may mend it (75).
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -29,9 +39,10 @@ from pydantic import TypeAdapter
 
 from ft_hsdp.core import state_id
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import ConfigError, FtHsdpError
+from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.recovery import Holding, Recoverable, rung
+from ft_hsdp.memory.replacement import RankClaim, disagreement
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
@@ -40,10 +51,12 @@ from ft_hsdp.state.transfer.fetch import Donor
 from ft_hsdp.state.transfer.parts import Uncuttable
 from ft_hsdp.state.transfer.reshape import WantedShard
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
-from ft_hsdp.train.state.checkpointing import Checkpoints, load_checkpoint
+from ft_hsdp.train.runtime import RankRuntime
+from ft_hsdp.train.state.checkpointing import Checkpoints, load_checkpoint, missed
 from ft_hsdp.train.state.known_shards import KnownShards, RankAgent, Recoverer
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import SnapshotWriter
+from ft_hsdp.train.step_log import StepLog
 
 MAX_DONORS = 4  # from which one rank fetches at once
 
@@ -315,3 +328,55 @@ class Restoration:
             **({} if width in (None, len(self._peers)) else {"width": width}),
         }
         self._journal.event("StateRestored", reason, **facts)
+
+
+def check_claims(ranks: ReplicaGroup, replica: int, mine: RankClaim) -> None:
+    """Compare what the ranks of a replica are and hold. Blocks; a collective of all of them."""
+    told = [json.loads(each) for each in ranks.gather(json.dumps(asdict(mine)).encode())]
+    claims = [
+        RankClaim(**{**each, "hosts": tuple(each["hosts"]), "state": StateId(**each["state"])}) for each in told
+    ]
+    wrong = disagreement(claims)
+    if wrong:
+        raise Retryable(f"the ranks of replica {replica} contradict each other: {wrong}")
+
+
+def open_log(runtime: RankRuntime, warm: float) -> StepLog:
+    """Open the files of a replica in the run's directory, and note when it was ready. On rank 0."""
+    journal, identity, model = runtime.journal, runtime.identity, runtime.model
+    journal.note(identity.began, "ReplicaBooted", "its processes know which replica they are")
+    name = f"{type(model.model).__module__}.{type(model.model).__qualname__}"
+    parameters = sum(p.numel() for p in model.params.values())
+    why = "model, optimizer and process group are ready"
+    journal.note(warm, "ReplicaWarmed", why, model=name, parameters=parameters)
+    folder = runtime.place.run / "replicas" / str(identity.replica)
+    return StepLog(folder, identity.incarnation, runtime.reporter.commit, journal.lost, runtime.reporter.log)
+
+
+def restored(runtime: RankRuntime, checkpoints: Checkpoints) -> StateId:
+    """Bring the live state, which is the initial one, to the newest one that can be had, and return it.
+
+    A collective of the replica. Blocks.
+    """
+    config, identity, live_state = runtime.config, runtime.identity, runtime.live_state
+    where = identity.replica, identity.restarts, identity.host, runtime.place.token
+    timeouts = config.timeouts
+    recoverer = Recoverer(*where, runtime.holders, timeouts.reach_s, timeouts.load_s / 2)
+    memory = runtime.snapshots, runtime.ranks, checkpoints, config.state.snapshot == "every_step"
+    Restoration(live_state, *memory, runtime.journal, recoverer).run()
+    state = live_state.state
+    assert state is not None
+    runtime.snapshots.mark_current(state)
+    runtime.copies.mark_current(state)
+    return state
+
+
+def check_in(runtime: RankRuntime, state: StateId, checkpoints: Checkpoints) -> None:
+    """Join the job with a state. A collective; blocks until all ranks of the replica have checked in."""
+    place, identity = runtime.place, runtime.identity
+    wanted = 0
+    if place.rank == 0:
+        wanted = missed(runtime.config, checkpoints.folder, state.step, runtime.journal)
+    mine = RankClaim(place.rank, place.ranks, identity.incarnation, identity.shared, identity.hosts, state)
+    check_claims(runtime.ranks, identity.replica, mine)
+    runtime.join(state, wanted)
