@@ -78,7 +78,11 @@ class Permutation:
         return self._walk(place, self._decrypt)
 
     def _walk(self, place: int, go: Callable[[int], int]) -> int:
-        """Walk a cycle of the network, which permutes 0..4^half-1 (below 4n+4), to the next value below n."""
+        """Walk a cycle of the network, which permutes 0..4^half-1 (below 4n+4), to the next value below n.
+
+        Raises:
+            IndexError: ``place`` is outside 0..n-1.
+        """
         if not 0 <= place < self.n:
             raise IndexError(f"{place} is not in 0..{self.n - 1}")
         while (place := go(place)) >= self.n:

@@ -27,7 +27,7 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 # above the figure, so a change that makes the house smaller lowers the limit, too.
 SIZES: dict[str, tuple[int, int]] = {
     "statements": (38_569, 39_000),
-    "lines with JavaScript": (71_634, 71_000),
+    "lines with JavaScript": (71_638, 71_000),
     "benchmarks outside the package": (3_751, 4_000),  # statements
     "test lines": (66_464, 66_000),  # the model checker among them
     "modules with code": (296, 310),
