@@ -1,8 +1,7 @@
 // Keeps the overview true: the first answer, then the stream; the overview again when lanes may have changed.
-import { get } from "./api.js";
+import { follow, get } from "./api.js";
 import { extended } from "./series.js";
 import { extentOf, store, windowOf } from "./store.js";
-import { follow } from "./stream.js";
 
 const BETWEEN_MS = 1000; // between two overviews
 const STALE_MS = 10_000; // ages, totals and ends of lanes drift without events
