@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ft_hsdp.analysis.costs import ASSUMED, option
 from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError
-from ft_hsdp.launch.render import command as rendering
 
 BENCHES = ("ftar", "quorum", "fetch", "recovery", "overhead", "return", "hosts", "memory")
 MEASURES = "of recovery: kill, torchft, stop; of memory: lost, union; or all; of quorum: agents"
@@ -24,6 +24,16 @@ ORDERS = {
     "scale": "have the job go on with N replicas, from the next step on",
     "host-lost": "say that a machine is gone: its ranks count as ended",
 }
+TARGETS = {
+    "slurm": "an sbatch array, one element per replica or machine: `bash FILE` submits it with its lighthouse",
+    "jobset": "a Kubernetes JobSet: a lighthouse, and a Job per replica or machine",
+    "rayjob": "a Kubernetes RayJob: `submit` on a Ray cluster of its own",
+}
+SIZES = (
+    ("--nodes-per-replica", "nodes", None, "nodes of a replica (hosts.per_replica, or 1)"),
+    ("--cpus-per-rank", "cpus", None, "processors of a rank (train.threads)"),
+    ("--gpus-per-rank", "gpus", None, "GPUs of a rank (1 with cuda, else 0)"),
+)
 OVERRIDES = "--dotted.key=value sets any key of the configuration; the value is YAML, e.g. --train.steps=60"
 
 
@@ -103,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="auto (default) or HOST:PORT of its head, on a node of it; http://HOST:8265 from elsewhere",
     )
     render = add("render", "the same job as a file for Slurm or Kubernetes, on stdout")
-    rendering.declare(render, with_config)
+    _declare_render(render, with_config)
     chaos = with_runs(with_json(add("chaos", "injure a running job: signals, hosts, networks, ...")), a_run)
     chaos.add_argument("--kind", default="signal", help="what goes wrong (signal); docs/chaos.md has the kinds")
     chaos.add_argument("--replica", type=int, metavar="ID")
@@ -179,3 +189,38 @@ def build_parser() -> argparse.ArgumentParser:
         "--base", metavar="PATH", type=Path, help="safetensors with the frozen weights and buffers"
     )
     return parser
+
+
+def _declare_render(
+    render: argparse.ArgumentParser, with_config: Callable[[argparse.ArgumentParser], Any]
+) -> None:
+    """Add the targets of `render` as its subcommands; ``with_config`` adds CONFIG to one."""
+    targets = render.add_subparsers(title="targets", metavar="TARGET", required=True, dest="target")
+    for name, text in TARGETS.items():
+        target = targets.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
+        )
+        with_config(target)
+        if name == "slurm":
+            target.add_argument("--partition", metavar="NAME", help="as for sbatch")
+            target.add_argument("--account", metavar="NAME", help="as for sbatch")
+            target.add_argument(
+                "--time", metavar="TIME", help="as for sbatch: limit of one element, which is then requeued"
+            )
+            target.add_argument("--python", metavar="FILE", help="on all nodes (the one that runs this command)")
+        else:
+            target.add_argument("--image", metavar="IMAGE", required=True, help="image that contains ft_hsdp")
+            target.add_argument("--namespace", metavar="NAME", help="namespace of all objects (that of kubectl)")
+            target.add_argument(
+                "--claim",
+                metavar="NAME",
+                help="volume claim that all pods mount at /runs (a new one, for the lighthouse only)",
+            )
+        if name == "jobset":
+            target.add_argument(
+                "--secret", metavar="NAME", help="Secret with the key token (the job's name and -token)"
+            )
+        target.add_argument("--memory-gib", type=int, metavar="N", help="memory of a node (the site's default)")
+        if name != "rayjob":  # a rayjob takes these from the section `ray`
+            for option, field, default, text in SIZES:
+                target.add_argument(option, dest=field, type=int, default=default, metavar="N", help=text)

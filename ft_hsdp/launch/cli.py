@@ -25,7 +25,6 @@ from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError, one_line
 from ft_hsdp.launch.arguments import ORDERS, build_parser
 from ft_hsdp.launch.backend.processes import foreign
-from ft_hsdp.launch.render import command as rendering
 from ft_hsdp.launch.run.directory import DAMAGED, RunDir, find_run, find_running, read_json
 from ft_hsdp.lifetime import MARK_VARIABLE, drain, forgiving, outlive_notices
 
@@ -171,7 +170,14 @@ def _submit(args: argparse.Namespace) -> int:
 
 
 def _render(args: argparse.Namespace) -> int:
-    sys.stdout.write(rendering.render(_config(args), args))
+    from ft_hsdp.launch.render.jobset import jobset
+    from ft_hsdp.launch.render.rayjob import rayjob
+    from ft_hsdp.launch.render.settings import Site
+    from ft_hsdp.launch.render.slurm import slurm
+
+    given = {field: getattr(args, field, None) for field in Site.__dataclass_fields__}
+    site = Site(**{"python": sys.executable, **{field: v for field, v in given.items() if v is not None}})
+    sys.stdout.write({"slurm": slurm, "jobset": jobset, "rayjob": rayjob}[args.target](_config(args), site))
     sys.stdout.flush()
     return EXIT_OK
 

@@ -6,13 +6,12 @@ input always gives the same file.
 
 Read the modules in this order:
 
-    command   `render TARGET CONFIG`: the options of each target
     settings  what the scheduler is asked for, and the configuration that the file contains; YAML with comments
     slurm     an array with one element for each replica
     pod       the parts that all pods of a rendered job share
     jobset    Kubernetes: a JobSet of one Job for each replica
     rayjob    KubeRay: a cluster for the job, and `submit` on it
 
-The call path: `command` -> `settings` -> `slurm`, `jobset` or `rayjob`. Nothing here starts a process or
+The call path: `launch.cli` -> `settings` -> `slurm`, `jobset` or `rayjob`. Nothing here starts a process or
 opens a connection, so a file can be rendered on any machine.
 """
