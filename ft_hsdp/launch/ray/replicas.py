@@ -63,7 +63,6 @@ class RayReplicas(Replicas):
         emit: Callable[[Row], None],
         cluster: Cluster,
         entry: str = ENTRY,
-        preload: tuple[str, ...] = PRELOAD,
     ) -> None:
         """Prepare, as `Replicas` does.
 
@@ -74,10 +73,9 @@ class RayReplicas(Replicas):
             emit: Takes each event.
             cluster: Where this process is connected.
             entry: What runs in a rank, as in `ForkServer`.
-            preload: As in `ForkServer`; the modules of the configuration follow.
         """
         super().__init__(config, run, progress, emit)
-        waits, modules = config.timeouts, (*preload, *config.preload)
+        waits, modules = config.timeouts, (*PRELOAD, *config.preload)
         setup = ActorSetup(config.job.name, config.ray, cluster.cwd, entry, modules, waits.boot_s, waits.spawn_s)
         self._node = cluster.node
         self._status: Any = None  # the actor
