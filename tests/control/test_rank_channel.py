@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, get_args
 
 import pytest
@@ -54,6 +54,16 @@ class Rank:
         return self
 
 
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[Leader, Rank]]:
+    """A leader of two ranks, and the other one, which has said hello."""
+    async with Leader(2) as leader:
+        rank = await Rank().connect(leader.port, hello(1))
+        await leader.hub.all_here(30)
+        yield leader, rank
+        rank.line.close()
+
+
 def test_every_effect_that_is_not_the_leader_s_own_reaches_its_ranks() -> None:
     own = {effects.RequestGrant, effects.SendToken}
     assert set(get_args(effects.Effect)) - own <= set(rank_channel.ORDERS)
@@ -94,15 +104,12 @@ async def test_a_wrong_hello_is_hung_up_on(said: RankHello) -> None:
         rank.line.close()
 
 
-async def test_a_hub_that_has_all_its_ranks_listens_no_more() -> None:
-    async with Leader(2) as leader:
-        rank = await Rank().connect(leader.port, hello(1))
-        await leader.hub.all_here(30)
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection("127.0.0.1", leader.port)
-        leader.hub.broadcast(effects.RunBatch(1))
-        assert await rank.orders.get() == effects.RunBatch(1)
-        rank.line.close()
+async def test_a_hub_that_has_all_its_ranks_listens_no_more(pair: tuple[Leader, Rank]) -> None:
+    leader, rank = pair
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", leader.port)
+    leader.hub.broadcast(effects.RunBatch(1))
+    assert await rank.orders.get() == effects.RunBatch(1)
 
 
 async def test_a_rank_says_hello_once() -> None:
@@ -132,26 +139,20 @@ async def test_the_end_of_a_rank_is_reported() -> None:
         writer.close()
 
 
-async def test_a_rank_may_not_give_orders_nor_a_leader_reports() -> None:
-    async with Leader(2) as leader:
-        rank = await Rank().connect(leader.port, hello(1))
-        await leader.hub.all_here(30)
-        leader.hub.broadcast(RankStopped(0, 1))
-        await asyncio.wait_for(rank.lost.wait(), 30)
-        assert rank.orders.empty()
-        rank.line.send(effects.Exit(0, "says who"))
-        assert await asyncio.wait_for(leader.lost.get(), 30) == 1
-        assert leader.heard.empty()
-        rank.line.close()
+async def test_a_rank_may_not_give_orders_nor_a_leader_reports(pair: tuple[Leader, Rank]) -> None:
+    leader, rank = pair
+    leader.hub.broadcast(RankStopped(0, 1))
+    await asyncio.wait_for(rank.lost.wait(), 30)
+    assert rank.orders.empty()
+    rank.line.send(effects.Exit(0, "says who"))
+    assert await asyncio.wait_for(leader.lost.get(), 30) == 1
+    assert leader.heard.empty()
 
 
-async def test_the_end_of_the_leader_is_noticed() -> None:
-    async with Leader(2) as leader:
-        rank = await Rank().connect(leader.port, hello(1))
-        await leader.hub.all_here(30)
-        leader.hub.close()
-        await asyncio.wait_for(rank.lost.wait(), 30)
-        rank.line.close()
+async def test_the_end_of_the_leader_is_noticed(pair: tuple[Leader, Rank]) -> None:
+    leader, rank = pair
+    leader.hub.close()
+    await asyncio.wait_for(rank.lost.wait(), 30)
 
 
 async def test_a_leader_that_reads_nothing_is_told_nothing_more() -> None:

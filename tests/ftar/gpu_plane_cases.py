@@ -218,40 +218,34 @@ def test_only_an_error_that_names_broken_hardware_condemns_the_host(text, kind, 
 SILENCE_S = 0.05
 
 
-class Late(CpuPlane):
-    """A neighbour that pauses for `pause_s` before its chunk number `at`."""
+class Pausing:
+    """A plane whose jobs pause for `pause_s` before the `at`th call of what is named."""
 
-    at, pause_s = 0, 0.0
+    at, pause_s, named = 0, 0.0, ""
 
     def open(self, *order: Any) -> Any:
-        job = super().open(*order)
-        given, post = itertools.count(), job.post
+        job = super().open(*order)  # type: ignore[misc]
+        calls, call = itertools.count(), getattr(job, self.named)
 
-        def later(*chunk: Any) -> None:
-            if next(given) == self.at:
+        def later(*given: Any) -> Any:
+            if next(calls) == self.at:
                 time.sleep(self.pause_s)
-            post(*chunk)
+            return call(*given)
 
-        job.post = later  # type: ignore[method-assign]
+        setattr(job, self.named, later)
         return job
 
 
-class Stopped(GpuPlane):
-    """The plane of an engine that stands still for `pause_s` before it looks for the `at`th time."""
+class Late(Pausing, CpuPlane):
+    """A neighbour that pauses before one of its chunks."""
 
-    at, pause_s = 0, 0.0
+    named = "post"
 
-    def open(self, *order: Any) -> Any:
-        job = super().open(*order)
-        looks, completed = itertools.count(), job.completed
 
-        def later() -> Any:
-            if next(looks) == self.at:
-                time.sleep(self.pause_s)
-            return completed()
+class Stopped(Pausing, GpuPlane):
+    """The plane of an engine that stands still before it looks."""
 
-        job.completed = later  # type: ignore[method-assign]
-        return job
+    named = "completed"
 
 
 def test_orders_of_waits_and_silences() -> None:

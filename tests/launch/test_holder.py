@@ -59,6 +59,11 @@ class Held:
         await async_until(lambda: self.scene is None or self.scene.open, "a report")
         return self.scene
 
+    async def two_ranks(self) -> None:
+        scene = await self.agent()
+        scene.answers(scene.assigned("0-a-0", 0, 1))
+        await scene.waiting("0-0-0", "0-0-1")
+
     @property
     def agents(self) -> list[psutil.Process]:
         return [each for each in psutil.Process().children() if AGENT in each.cmdline()]
@@ -148,9 +153,7 @@ async def test_ranks_that_were_not_all_started_end_and_so_does_a_spare(held: Hel
 
 
 async def test_the_holder_ends_with_the_code_of_its_agent_and_no_rank_is_left(held: Held, run_dir: RunDir) -> None:
-    scene = await held.agent()
-    scene.answers(scene.assigned("0-a-0", 0, 1))
-    await scene.waiting("0-0-0", "0-0-1")
+    await held.two_ranks()
     assert await held.forks.take_name("of-this-test")
     assert take_name("of-this-test") is None
     ranks = pids(run_dir, 0)
@@ -161,9 +164,7 @@ async def test_the_holder_ends_with_the_code_of_its_agent_and_no_rank_is_left(he
 
 
 async def test_a_signal_reaches_the_agent_once_it_is_ready(held: Held, plan: Plan) -> None:
-    scene = await held.agent()
-    scene.answers(scene.assigned("0-a-0", 0, 1))
-    await scene.waiting("0-0-0", "0-0-1")
+    await held.two_ranks()
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.sleep(0)
     assert not held.running.done(), "its ranks have to leave first"
@@ -173,9 +174,7 @@ async def test_a_signal_reaches_the_agent_once_it_is_ready(held: Held, plan: Pla
 
 
 async def test_a_signal_ends_an_agent_that_does_not_get_ready_and_its_ranks(held: Held, run_dir: RunDir) -> None:
-    scene = await held.agent()
-    scene.answers(scene.assigned("0-a-0", 0, 1))
-    await scene.waiting("0-0-0", "0-0-1")
+    await held.two_ranks()
     ranks = pids(run_dir, 0)
     os.kill(os.getpid(), signal.SIGTERM)
     await async_until(lambda: held.agents == [], "the agent is killed")

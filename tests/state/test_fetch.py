@@ -122,20 +122,16 @@ def part(
     h.wfile.write(d[first : last + 1])
 
 
-def serving(manifest: Callable[[bytes], bytes] = bytes, data: Callable[[bytes], bytes] = bytes) -> Answer:
+def serving(
+    manifest: Callable[[bytes], bytes] = bytes,
+    data: Callable[[bytes], bytes] = bytes,
+    headers: Mapping[str, str] | None = None,
+    status: int = 206,
+) -> Answer:
+    """As an honest server answers, but for what is given."""
+
     def answer(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
-        if h.path.endswith("manifest"):
-            return say(h, manifest(m))
-        return part(h, m, data(d))
-
-    return answer
-
-
-def instead(headers: dict[str, str], status: int = 206) -> Answer:
-    def answer(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
-        if h.path.endswith("manifest"):
-            return say(h, m)
-        return part(h, m, d, headers, status)
+        return say(h, manifest(m)) if h.path.endswith("manifest") else part(h, m, data(d), headers, status)
 
     return answer
 
@@ -147,12 +143,10 @@ def resealed(**changes: Any) -> bytes:
 
 def _short(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
     """Dies midway."""
-    if h.path.endswith("manifest"):
-        return say(h, m)
-    part(h, m, d[: len(d) // 2])
-    h.close_connection = True
-    h.connection.shutdown(socket.SHUT_RDWR)
-    return None
+    serving(data=lambda d: d[: len(d) // 2])(h, m, d)
+    if h.path.endswith("data"):
+        h.close_connection = True
+        h.connection.shutdown(socket.SHUT_RDWR)
 
 
 def _status(status: int) -> Answer:
@@ -191,13 +185,13 @@ EVIL: dict[str, Answer] = {
     "the manifest of another state": serving(manifest=lambda m: resealed(state=replace(STATE, step=8))),
     "junk as a manifest": serving(manifest=lambda m: b"\0\xff" * 50),
     "less than announced": _short,
-    "another ETag": instead({"ETag": f'"{"0" * 64}"'}),
-    "another range": instead({"Content-Range": f"bytes 0-1/{LAYOUT.nbytes}"}),
-    "another size": instead({"Content-Range": f"bytes 0-{LAYOUT.nbytes - 1}/{LAYOUT.nbytes + 1}"}),
-    "one byte too few": instead({"Content-Length": "4095"}),
-    "one byte too many": instead({"Content-Length": str(LAYOUT.nbytes + 1)}),
-    "a length that is none": instead({"Content-Length": "-1"}),
-    "200 for a range": instead({}, status=200),
+    "another ETag": serving(headers={"ETag": f'"{"0" * 64}"'}),
+    "another range": serving(headers={"Content-Range": f"bytes 0-1/{LAYOUT.nbytes}"}),
+    "another size": serving(headers={"Content-Range": f"bytes 0-{LAYOUT.nbytes - 1}/{LAYOUT.nbytes + 1}"}),
+    "one byte too few": serving(headers={"Content-Length": "4095"}),
+    "one byte too many": serving(headers={"Content-Length": str(LAYOUT.nbytes + 1)}),
+    "a length that is none": serving(headers={"Content-Length": "-1"}),
+    "200 for a range": serving(status=200),
     "500": _status(500),
     "401": _status(401),
     "404 for the data only": _dropped_meanwhile,
@@ -345,33 +339,28 @@ def test_threads_that_have_started_end_if_another_one_cannot(monkeypatch: pytest
     assert [thread.is_alive() for thread in starts] == [False] * (left + 1)
 
 
-def stall(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
+def stalling(begun: threading.Event) -> Answer:
     """Gives a manifest and one byte, then drips."""
-    if h.path.endswith("manifest"):
-        return say(h, m)
-    part(h, m, d[:0])
-    for i in range(600):
-        h.wfile.write(d[i : i + 1])
-        time.sleep(0.02)
-    return None
+
+    def answer(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
+        if h.path.endswith("manifest"):
+            return say(h, m)
+        begun.set()
+        part(h, m, d[:0])
+        for i in range(600):
+            h.wfile.write(d[i : i + 1])
+            time.sleep(0.02)
+        return None
+
+    return answer
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_donor_that_stalls_loses_its_range_to_the_other() -> None:
     honest, begun = snapshot(), threading.Event()
 
-    def stalls(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
-        if h.path.endswith("data"):
-            begun.set()
-        stall(h, m, d)
-
-    def waits(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
-        if h.path.endswith("manifest"):
-            return say(h, m)
-        begun.wait(5)
-        return part(h, m, d)
-
-    with evil(stalls) as bad, evil(waits) as address:
+    waiting = serving(data=lambda d: (begun.wait(5), d)[1])
+    with evil(stalling(begun)) as bad, evil(waiting) as address:
         got, data, told = run([bad, address])
     assert isinstance(got, FetchedBlob)
     assert data == bytes(honest.data)
@@ -395,7 +384,7 @@ def test_cancel_and_the_deadline_while_a_donor_says_nothing(where: str) -> None:
         if where == "no state":
             address = stack.enter_context(good())[0]
         elif where == "stalled":
-            address = stack.enter_context(evil(stall))
+            address = stack.enter_context(evil(stalling(threading.Event())))
         else:
             silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -435,12 +424,7 @@ def test_a_donor_that_is_late_still_objects() -> None:
         begun.wait(5)
         say(h, shard_manifest.encode(other.manifest))
 
-    def slow(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
-        if h.path.endswith("data"):
-            begun.set()
-        stall(h, m, d)
-
-    with evil(slow) as one, evil(late) as two, pytest.raises(DataCorruption, match="no majority"):
+    with evil(stalling(begun)) as one, evil(late) as two, pytest.raises(DataCorruption, match="no majority"):
         run([one, two])
 
 
@@ -516,11 +500,8 @@ def test_a_donor_that_is_killed_in_the_middle_is_resumed_from_not_restarted(monk
 
         def after(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
             """Has no data before the other one is dead."""
-            encoded = shard_manifest.encode(honest.manifest)
-            if h.path.endswith("manifest"):
-                return say(h, encoded)
-            assert killed.wait(20)
-            return part(h, encoded, bytes(honest.data))
+            assert h.path.endswith("manifest") or killed.wait(20)
+            serving()(h, shard_manifest.encode(honest.manifest), bytes(honest.data))
 
         waiter = threading.Thread(target=lambda: (donor.wait(20), killed.set()))
         waiter.start()
