@@ -12,11 +12,6 @@ from ft_hsdp.analysis.costs import (
 from ft_hsdp.analysis.reliability import loss_rate
 
 
-def loss_probability(shards: int, failure: float, copies: int) -> float:
-    """The bound on the probability that all copies of a shard are lost in one step (DeadPool §V-C)."""
-    return float(min(1.0, shards * failure**copies))
-
-
 def test_gemini_wasted_time() -> None:
     assert wasted_time(42, 42, 42) == 105  # MT-NLG over 20 Gbps, minutes
     assert wasted_time(0, 62, 0) == 31  # a state in local memory each step: with the step itself 1.5 of them
@@ -56,15 +51,10 @@ def test_ft_hsdp_ratios() -> None:
 
 
 def test_deadpool_loss_probability() -> None:
-    assert loss_probability(128, 1e-6, 2) == pytest.approx(1.28e-10)
-    assert 1e5 * loss_probability(128, 1e-6, 2) == pytest.approx(1.28e-5)  # one run in 78,125
-    assert loss_probability(128, 1e-6, 3) == pytest.approx(1.28e-16)
-    assert 1e5 * loss_probability(128, 1e-4, 2) == pytest.approx(0.128)
-    assert loss_probability(10, 1.0, 2) == 1
-    # The rate in `plan` is this bound where a lost host is replaced within the step.
+    """The rate in `plan` is the bound of the paper (§V-C) where a lost host is replaced within the step."""
     groups, copies, step_s, per_second = 64, 2, 20.0, 5e-8
     in_a_step = loss_rate(groups, copies, per_second, repair=step_s) * step_s
-    assert in_a_step == pytest.approx(loss_probability(groups * copies, per_second * step_s, copies))
+    assert in_a_step == pytest.approx(groups * copies * (per_second * step_s) ** copies)
 
 
 def test_shards_are_lost_no_more_often_than_their_hosts() -> None:
