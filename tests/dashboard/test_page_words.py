@@ -17,31 +17,26 @@ def ask(page, module, expression):
     return page.evaluate(f"import('/assets/{module}').then(m => {expression})")
 
 
-def test_durations_have_the_digits_that_matter(page):
-    said = ask(page, "time.js", "[0.0123, 0.9999, 9.994, 59.97, 61, 3725, 90061, null, -2].map(m.span)")
-    assert said == [
-        "12 ms",
-        "1.00 s",
-        "9.99 s",
-        "1 min 00 s",
-        "1 min 01 s",
-        "1 h 02 min",
-        "1 d 01 h",
-        "\u2013",
-        "\u22122.00 s",
-    ]
-
-
-def test_large_numbers_have_units(page):
-    assert ask(page, "time.js", "[0, 0.95, 9999, 84074, 2013000, 3.21e9, null].map(n => m.short(n))") == [
-        "0",
-        "0.95",
-        "10000",
-        "84.1 k",
-        "2.01 M",
-        "3.21 G",
-        "\u2013",
-    ]
+@pytest.mark.parametrize(
+    ("module", "numbers", "how", "said"),
+    [
+        (
+            *("time.js", "0.0123, 0.9999, 9.994, 59.97, 61, 3725, 90061, null, -2", "m.span"),
+            "12 ms, 1.00 s, 9.99 s, 1 min 00 s, 1 min 01 s, 1 h 02 min, 1 d 01 h, \u2013, \u22122.00 s",
+        ),
+        (
+            *("time.js", "0, 0.95, 9999, 84074, 2013000, 3.21e9, null", "n => m.short(n)"),
+            "0, 0.95, 10000, 84.1 k, 2.01 M, 3.21 G, \u2013",
+        ),
+        (
+            *("charts.js", "0.00838, 6.4, 1e-7, 0, null", "m.CHARTS.find(c => c.name === 'gbps').value"),
+            "8.38 MB/s, 6.4 GB/s, 100 B/s, 0, \u2013",
+        ),
+    ],
+    ids=["durations", "large numbers", "rates of bytes"],
+)
+def test_numbers_have_the_digits_that_matter_and_the_unit_that_suits_them(page, module, numbers, how, said):
+    assert ask(page, module, f"[{numbers}].map({how}).join(', ')") == said
 
 
 def test_ticks_are_round_and_within(page):
@@ -75,8 +70,3 @@ def test_no_two_states_share_a_colour_and_a_pattern(page):
         page, "states.js", "Object.entries(m.STATES).filter(([n]) => n !== 'final').map(([, s]) => s.pattern)"
     )
     assert len(patterns) == len(set(patterns))
-
-
-def test_a_rate_of_bytes_is_in_the_unit_that_suits_it(page):
-    said = ask(page, "charts.js", "[0.00838, 6.4, 1e-7, 0, null].map(m.CHARTS.find(c => c.name === 'gbps').value)")
-    assert said == ["8.38 MB/s", "6.4 GB/s", "100 B/s", "0", "\u2013"]
