@@ -281,11 +281,7 @@ def test_contributions_that_a_replica_can_have_made() -> None:
     [
         ([Contribution(0, 1, 0, 4), Contribution(1, 1, 1, 4)], False, ""),
         ([Contribution(0, 1, 0, 4), Contribution(1, 1, 0, 5)], True, ""),
-        (
-            [Contribution(0, 1, 0, 4), Contribution(7, 1, 7, 4)],
-            False,
-            r"replicas \[7\] contributed; allowed: those of",
-        ),
+        ([Contribution(0, 1, 0, 4), Contribution(7, 1, 7, 4)], False, r"replicas \[7\] contributed; allowed:"),
         ([Contribution(0, 1, 0, 4), Contribution(0, 1, 0, 4)], False, "replica 0 says one unit twice"),
         ([Contribution(1, 1, 5, 4)], False, "replica 1 says units of data shard 5; allowed: of 1"),
         ([Contribution(1, 1, 1, 4)], True, "replica 1 says units of data shard 1; allowed: of 0"),

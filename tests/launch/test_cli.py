@@ -62,11 +62,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["chaos", "none", "--replica", "0"], 64, "run: got 'none'"),
         (["chaos", "none", "--replica", "0", "--signal", "HUP"], 64, "--signal"),
         (["chaos", "none"], 64, "--replica: got None; allowed: the id of a replica"),
-        (
-            ["chaos", "none", "--replica", "0", "--kind", "fire"],
-            64,
-            "--kind: got 'fire'; allowed: signal, ",
-        ),
+        (["chaos", "none", "--replica", "0", "--kind", "fire"], 64, "--kind: got 'fire'; allowed: signal, "),
         (["up", "c.yaml", "--memory.copies=4"], 64, "memory.copies: got 4; allowed: at most 3 here (4 copies on"),
         (["explain", "none"], 64, "run: got 'none'"),
         (["replay", "none"], 64, "run: got 'none'"),

@@ -57,10 +57,7 @@ RECORD = CommitRecord(1, 0, 1, "0" * 32, (0, 1), 2, (Contribution(0, 1, 0, 0),),
         (ask(0, prepared=replace(RECORD, ring=tuple(range(10**6)))), "prepared.ring names 1000000 replicas"),
         (ask(0, prepared=replace(RECORD, contributions=RECORD.contributions * 10**5)), "prepared.contributions"),
         (ask(0, prepared=replace(RECORD, contributions=(Contribution(0, 2**60, 0, 0),))), "a weight of"),
-        (
-            ask(0, prepared=replace(RECORD, contributions=(Contribution(0, 1, 7, 0),))),
-            "replica 0 says units of data shard 7",
-        ),
+        (ask(0, prepared=replace(RECORD, contributions=(Contribution(0, 1, 7, 0),))), "units of data shard 7"),
         (ask(0, prepared=replace(RECORD, contributions=(Contribution(1, 1, 0, 0, units=0),))), "0 units from 0"),
         (ask(0, prepared=replace(RECORD, wanted=2**60)), "prepared.wanted"),
         (ask(0, prepared=replace(RECORD, spoiled=((0, 0, 1),) * 10**5)), "prepared.spoiled is 100000"),
@@ -81,10 +78,7 @@ RECORD = CommitRecord(1, 0, 1, "0" * 32, (0, 1), 2, (Contribution(0, 1, 0, 0),),
         (replace(ask(0), hosts=(("n0", ((0, 1),) * 10**5),)), "hosts has 1 hosts with other than 1 ranks"),
         (replace(ask(0), hosts=(("n0", ((0, 10**9),)),)), "hosts has 1 hosts with other than 1 ranks"),
         (replace(ask(0), hosts=(("n0", ((1, 1),)),)), "hosts names a rank twice, or one that is not below 1"),
-        (
-            replace(ask(0), hosts=(("a/b/c/n0", 1),)),
-            "hosts: 'a/b/c/n0' is not zone/rack/host, rack/host, zone//host or host",
-        ),
+        (replace(ask(0), hosts=(("a/b/c/n0", 1),)), "hosts: 'a/b/c/n0' is not zone/rack/host, rack/host"),
         (replace(ask(0), hosts=(("n" * 10**5, 1),)), "hosts: 'nnn"),
         (replace(ask(0), hosts=(("n0\n", 1),)), "hosts: 'n0.n' is not"),
     ],
@@ -182,10 +176,7 @@ async def test_what_was_agreed_with_the_first_grant_outlives_the_lighthouse():
     await asyncio.gather(*(service.ask(a) for a in asks))
     again, _ = make_service(store=MemoryStore(store.rows))
     for other, what in (
-        (
-            replace(ask(1), config_hash="other", rules={"max_replicas": "4"}),
-            "max_replicas is 4 here, and 3 in",
-        ),
+        (replace(ask(1), config_hash="other", rules={"max_replicas": "4"}), "max_replicas is 4 here, and 3 in"),
         (replace(ask(1), layout="other"), "model layout"),
         (replace(ask(1), numerics="other"), "numerics"),
         (replace(ask(1), frozen="other"), "frozen weights"),

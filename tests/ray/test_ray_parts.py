@@ -84,10 +84,7 @@ def test_what_submit_does_not_do_is_refused() -> None:
         ({"train": {"device": "cuda"}}, "ray.resources.GPU"),
         ({"lighthouse": {"etcd": ["http://127.0.0.1:1"], "count": 3}}, "lighthouse.count"),
         ({"chaos": [{"kind": "reset", "at_s": 1, "replicas": [0]}]}, r"chaos\.0\.kind"),
-        (
-            {"memory": {"copies": 8}, "ray": {"strategy": "PACK"}},
-            r"memory\.copies: got 8; allowed: at most 6 here",
-        ),
+        ({"memory": {"copies": 8}, "ray": {"strategy": "PACK"}}, r"memory\.copies: got 8; allowed: at most 6"),
         ({"memory": {"copies": 4}, "ranks_per_replica": 4}, r"memory\.copies: got 4; allowed: at most 3 here"),
         ({"memory": {"shrink_to": 1}, "ranks_per_replica": 2, "hosts": {"per_replica": 2}}, r"memory\.shrink_to"),
         ({"ranks_per_replica": 3, "ray": {"resources": {"GPU": 0.5}}}, r"ray\.resources\.GPU"),

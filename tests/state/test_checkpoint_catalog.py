@@ -160,25 +160,19 @@ def test_a_renamed_one_is_not_newer(tmp_path) -> None:
     assert reason(tmp_path) == "manifest.json is of step-1-epoch-1-0-a-0"
 
 
+META = {".metadata": File(1, "")}
+
+
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
         ({"format": 4}, "format 4, this version reads 5"),
         ({"files": {"../../x": File(1, "")}}, "files that no checkpoint has"),
-        ({"files": {".metadata": File(1, ""), "/etc/passwd": File(1, "")}}, "files that no checkpoint has"),
+        ({"files": {**META, "/etc/passwd": File(1, "")}}, "files that no checkpoint has"),
         ({"files": {"__0_0.distcp": File(1, "")}}, "files that no checkpoint has"),
-        (
-            {"files": {".metadata": File(1, "")}, "pieces": (TensorPiece(0, (0,), (1,), "../x", 0, 1),)},
-            "pieces of what it does not have",
-        ),
-        (
-            {"files": {".metadata": File(1, "")}, "pieces": (TensorPiece(-1, (0,), (1,), ".metadata", 0, 1),)},
-            "pieces of what it does not have",
-        ),
-        (
-            {"files": {".metadata": File(1, "")}, "aliases": {"head": "embed"}},
-            "other names of what it does not have",
-        ),
+        ({"files": META, "pieces": (TensorPiece(0, (0,), (1,), "../x", 0, 1),)}, "pieces of what it does not"),
+        ({"files": META, "pieces": (TensorPiece(-1, (0,), (1,), ".metadata", 0, 1),)}, "pieces of what it does"),
+        ({"files": META, "aliases": {"head": "embed"}}, "other names of what it does not have"),
         ({"accumulate": 0}, "ranks with 0 micro-batches each"),
         ({"accumulate": 2**63}, "ranks with 9223372036854775808 micro-batches"),
         ({"ranks": 0}, "has 0 ranks"),
@@ -270,11 +264,7 @@ def differing(facts: dict[str, str], other: bool, path: str = "text", known: dic
 @pytest.mark.parametrize(
     ("facts", "path", "said"),
     [
-        (
-            {**TEXT, "length": "77077", "text": "cd"},
-            "text",
-            "data: length: got '77077'; allowed: 77000, as in kept",
-        ),
+        ({**TEXT, "length": "77077", "text": "cd"}, "text", "data: length: got '77077'; allowed: 77000, as in"),
         ({**TEXT, "text": "cd"}, "text", "data: text: got 'cd'; allowed: ab"),
         ({**TEXT, "seed": "1"}, "text", "data: seed: got '1'; allowed: 0"),
         (TEXT, "moved", "data: data.path: got 'moved'; allowed: text"),
