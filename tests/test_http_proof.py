@@ -92,9 +92,7 @@ def test_a_changed_or_foreign_request_proves_nothing(calls: SignedCalls) -> None
     challenge = challenge_of(calls)
     good = SignedRequest(TOKEN, challenge, "POST", b"/v1/processes?x=1").authorization
     words = good.split()
-    heads = [
-        *(scope("GET", query=b"x=1"), scope(path=b"/v1/quorum", query=b"x=1"), scope(query=b"x=2"), scope()),
-    ]
+    heads = [*(scope("GET", query=b"x=1"), scope(path=b"/v1/quorum", query=b"x=1"), scope(query=b"x=2"), scope())]
     assert all(calls.judge(good.encode(), head) is None for head in heads)
     there = scope(query=b"x=1")
     others = [" ".join([*words[:n], "0" * len(words[n]), *words[n + 1 :]]) for n in range(len(words))]

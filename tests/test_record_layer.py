@@ -217,8 +217,7 @@ async def test_a_control_connection_is_carried_both_ways_and_ends_as_it_should()
     for sock in (one, other):
         sock.setblocking(False)
     a, b = await asyncio.gather(
-        record_layer.spliced(one, SESSION, listening=False),
-        record_layer.spliced(other, SESSION, listening=True),
+        record_layer.spliced(one, SESSION, listening=False), record_layer.spliced(other, SESSION, listening=True)
     )
     data = os.urandom(600_000)
     sending = loop.create_task(loop.sock_sendall(a, data))

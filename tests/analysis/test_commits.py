@@ -113,15 +113,7 @@ def test_a_metrics_row_has_what_the_contract_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"units": 2**40},
-        {"units": -1},
-        {"index": -1},
-        {"index": "0"},
-        {"shard": None},
-        {"units": 1.5},
-    ],
+    "changed", [{"units": 2**40}, {"units": -1}, {"index": -1}, {"index": "0"}, {"shard": None}, {"units": 1.5}]
 )
 def test_a_commit_whose_units_are_damaged_is_not_counted_up_to(changed: Row) -> None:
     """2^40 units are what a flipped bit makes of one."""

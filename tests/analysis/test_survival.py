@@ -100,11 +100,7 @@ def test_the_figures_of_the_papers() -> None:
     # ReStore §IV-D: the expected number of failures until data is lost.
     assert expected_losses(ways(4, 2)) == pytest.approx(8 / 3, rel=1e-12)
     assert expected_losses(ways(8, 2)) == pytest.approx(128 / 35, rel=1e-12)
-    assert [round(expected_losses(ways(*n)), 4) for n in [(16, 2), (16, 4), (48, 4)]] == [
-        5.0922,
-        10.5026,
-        23.5604,
-    ]
+    assert [round(expected_losses(ways(*n)), 4) for n in [(16, 2), (16, 4), (48, 4)]] == [5.0922, 10.5026, 23.5604]
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.data())

@@ -174,11 +174,7 @@ class TestDiLoCo(local_sgd_test.DiLoCoTest):
     """What DiLoCo reduces, and how it applies it."""
 
 
-QUICK = {
-    "test_local_sgd_recovery_0",
-    "test_streaming_diloco_commit_failure_11",
-    "test_diloco_mocked_updates_4",
-}
+QUICK = {"test_local_sgd_recovery_0", "test_streaming_diloco_commit_failure_11", "test_diloco_mocked_updates_4"}
 
 
 for case in (local_sgd_integ_test.LocalSGDIntegTest, diloco_regression_test.DiLoCoMockedUpdateTest):

@@ -93,9 +93,7 @@ def test_a_finite_step_in_between_starts_the_count_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("suspect", "accuser", "edge"),
-    [(1, 2, (2, 1)), (1, None, None), (1, 1, None), (None, None, None)],
-    ids=str,
+    ("suspect", "accuser", "edge"), [(1, 2, (2, 1)), (1, None, None), (1, 1, None), (None, None, None)], ids=str
 )
 def test_a_report_says_who_blames_whom_until_the_next_ring(suspect, accuser, edge) -> None:
     """Who names itself, because it has no descriptor left, speaks of no edge."""

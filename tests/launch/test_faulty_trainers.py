@@ -49,13 +49,7 @@ def test_a_job_of_one_replica_survives_each_kind_of_hang(tmp_path: Path) -> None
         train={"steps": 8},
         optim={"clip": None},
         ftar={"timeout_s": 4.0},
-        timeouts={
-            "connect_s": 1.0,
-            "evict_s": 2.0,
-            "start_s": 24.0,
-            "ranks_s": 24.0,
-            "step_s": 4.0,
-        },
+        timeouts={"connect_s": 1.0, "evict_s": 2.0, "start_s": 24.0, "ranks_s": 24.0, "step_s": 4.0},
     )
     assert (summary_of(run)["steps"], lives(run)) == (8, {0: 5})
     events = read_jsonl(run.events)

@@ -151,10 +151,7 @@ async def test_the_journal_says_once_what_is_waited_for():
     assert await looks.go_on()
     tasks.append(asyncio.create_task(service.ask(ask(1))))
     await asyncio.sleep(0.2)
-    assert [r["reason"] for r in events(rows, "Waiting")] == [
-        "waiting for replica 1,2",
-        "waiting for replica 2",
-    ]
+    assert [r["reason"] for r in events(rows, "Waiting")] == ["waiting for replica 1,2", "waiting for replica 2"]
     await service.ask(ask(2))
     await asyncio.gather(*tasks)
     assert not await looks.go_on()

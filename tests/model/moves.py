@@ -31,10 +31,7 @@ def successors(model: Model, w: World) -> Iterator[Move]:
             if not grown:
                 yield f"{_who(w, r)} restarts", partial(model.restart, w, r)
             for found in w.kept[r][:1] if grown else w.kept[r]:
-                yield (
-                    f"{_who(w, r)} restarts and finds {found.state}",
-                    partial(model.restart, w, r, found),
-                )
+                yield (f"{_who(w, r)} restarts and finds {found.state}", partial(model.restart, w, r, found))
         yield from _of_hosts(model, w, r, me)
     yield from _of_two_lives(model, w)
     yield from _of_messages(model, w)
@@ -52,10 +49,7 @@ def patience(model: Model, w: World) -> Iterator[Move]:
     for r in range(len(w.replicas)):
         me = model.replica(w, r)
         if me is not None and me.phase is Phase.ASKING and me.intact:
-            yield (
-                f"{_who(w, r)} gets no answer in time",
-                partial(model.tell, w, r, events.Unanswered()),
-            )
+            yield (f"{_who(w, r)} gets no answer in time", partial(model.tell, w, r, events.Unanswered()))
         if me is not None and me.phase is Phase.REDUCING and model.waits(me):
             yield f"{_who(w, r)} waits no longer for its fetch", partial(model.vote, w, r)
     if s.since is not None and not s.finished:

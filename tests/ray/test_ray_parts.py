@@ -70,10 +70,7 @@ def test_a_host_is_a_node_with_its_labels(labels: dict[str, str], given: dict[st
 
 @pytest.mark.parametrize(
     ("ray", "why"),
-    [
-        ({"resources": {"CPU": 0}}, "a rank that asks for nothing"),
-        ({"resources": {"GPU": 1.5}}, "whole"),
-    ],
+    [({"resources": {"CPU": 0}}, "a rank that asks for nothing"), ({"resources": {"GPU": 1.5}}, "whole")],
 )
 def test_what_no_cluster_gives_is_refused(ray: dict[str, object], why: str) -> None:
     refused(lambda: config(ray=ray), why)

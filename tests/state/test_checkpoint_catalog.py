@@ -199,10 +199,7 @@ def test_the_newest_are_kept_and_what_is_torn_is_not_counted(tmp_path) -> None:
     for step in (1, 2, 3, 4):
         checkpoint(tmp_path, step)
     (tmp_path / "step-3-epoch-1-0-a-0" / "__0_0.distcp").write_bytes(b"short")
-    assert drafts.retire(tmp_path, 2, "step-4-epoch-1-0-a-0") == [
-        "step-3-epoch-1-0-a-0",
-        "step-1-epoch-1-0-a-0",
-    ]
+    assert drafts.retire(tmp_path, 2, "step-4-epoch-1-0-a-0") == ["step-3-epoch-1-0-a-0", "step-1-epoch-1-0-a-0"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2-epoch-1-0-a-0", "step-4-epoch-1-0-a-0"]
 
 

@@ -361,10 +361,7 @@ def test_the_server_paces_copies_and_nothing_else() -> None:
     server = StateServer("127.0.0.1", 0, source, TOKEN, pacer)
     try:
         none: dict[str, str] = {}
-        for headers, slices in (
-            (none, 0),
-            ({CLASS: COPY}, -(-len(snapshot.data) // 100_000)),
-        ):
+        for headers, slices in ((none, 0), ({CLASS: COPY}, -(-len(snapshot.data) // 100_000))):
             connection = KnownConnection(server.address, TOKEN)
             connection.request("GET", path(STATE, 0).format("data"), headers=headers)
             assert connection.getresponse().read() == bytes(snapshot.data)

@@ -12,10 +12,7 @@ T = TypeVar("T")
 
 
 def until(
-    ready: Callable[[], T],
-    what: str = "it happens",
-    deadline_s: float = DEADLINE_S,
-    said: Callable[[], str] = str,
+    ready: Callable[[], T], what: str = "it happens", deadline_s: float = DEADLINE_S, said: Callable[[], str] = str
 ) -> T:
     """The first true answer of ``ready``; at the deadline the failure tells ``what`` and what was ``said``."""
     for pause_s in _pauses(what, deadline_s, said):
@@ -26,10 +23,7 @@ def until(
 
 
 async def async_until(
-    ready: Callable[[], T],
-    what: str = "it happens",
-    deadline_s: float = DEADLINE_S,
-    said: Callable[[], str] = str,
+    ready: Callable[[], T], what: str = "it happens", deadline_s: float = DEADLINE_S, said: Callable[[], str] = str
 ) -> T:
     for pause_s in _pauses(what, deadline_s, said):
         if found := ready():

@@ -96,11 +96,7 @@ def fork(target: Callable[..., None], arguments: tuple[Any, ...]) -> multiproces
 
 
 def start(
-    command: Sequence[str],
-    folder: Path,
-    log: Path,
-    env: Mapping[str, str] = os.environ,
-    inside: int | None = None,
+    command: Sequence[str], folder: Path, log: Path, env: Mapping[str, str] = os.environ, inside: int | None = None
 ) -> Process:
     """Start a process in `folder`, which logs to `log`; a fork of the template if it is a launcher.
 

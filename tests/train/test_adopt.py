@@ -321,9 +321,7 @@ def replace(model: Decoder) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [replace, lambda model: model.head.requires_grad_(False)],
-    ids=["replaced", "frozen"],
+    "change", [replace, lambda model: model.head.requires_grad_(False)], ids=["replaced", "frozen"]
 )
 def test_parameters_that_are_replaced_or_frozen_later_are_refused(mesh, change) -> None:
     model = sharded(mesh)

@@ -50,8 +50,7 @@ def test_a_host_is_its_machine_unless_it_has_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
-    ["zone", "a,7", "zone=a,rack=b/c", "rack=a,rack=b", "rack=a,,", "rack=a,host=b", "zone=a\nb"],
+    "said", ["zone", "a,7", "zone=a,rack=b/c", "rack=a,rack=b", "rack=a,,", "rack=a,host=b", "zone=a\nb"]
 )
 def test_domains_that_cannot_be_read_are_one_line(said: str) -> None:
     refused(

@@ -255,9 +255,7 @@ def test_a_loader_has_the_jobs_shape_and_seed(tmp_path: Path) -> None:
 )
 def test_a_model_that_lanes_cannot_sum_is_refused(mesh, tmp_path, parts, why) -> None:
     """With one replica there are no lanes, and nothing is refused."""
-    lone = parse(
-        {"replicas": 1, "ranks_per_replica": 6, "hosts": {"per_replica": 2}, "memory": {"shrink_to": 2}},
-    )
+    lone = parse({"replicas": 1, "ranks_per_replica": 6, "hosts": {"per_replica": 2}, "memory": {"shrink_to": 2}})
     for replicas in (1, 2):
         job = made(tmp_path, lone.model_copy(update={"replicas": replicas}))
         model = nn.Sequential(*copy.deepcopy(parts))

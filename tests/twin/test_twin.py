@@ -17,16 +17,7 @@ import lighthouse
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
-ABSENT = {
-    "accelerate",
-    "lightning",
-    "pandas",
-    "ray",
-    "torchdata",
-    "torchft",
-    "torchtitan",
-    "transformers",
-}
+ABSENT = {"accelerate", "lightning", "pandas", "ray", "torchdata", "torchft", "torchtitan", "transformers"}
 ABSENT |= {"wandb"}
 
 

@@ -38,10 +38,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (OSError(errno.ENOSPC, "No space left on device"), Cause.SHORTAGE),
         (MemoryError(), Cause.SHORTAGE),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), Cause.SHORTAGE),
-        (
-            RuntimeError("failed to listen: EADDRINUSE, address already in use"),
-            Cause.SHORTAGE,
-        ),
+        (RuntimeError("failed to listen: EADDRINUSE, address already in use"), Cause.SHORTAGE),
         (RuntimeError("can't start new thread"), Cause.SHORTAGE),
     ],
 )

@@ -78,10 +78,7 @@ def test_it_looks_beside_a_running_job_of_another_name_only(config, capsys) -> N
 
 @pytest.mark.parametrize(
     ("argv", "said"),
-    [
-        (["--lighthouse", "nowhere"], "--lighthouse: got 'nowhere'"),
-        (["--replicas=0"], "replicas: got 0"),
-    ],
+    [(["--lighthouse", "nowhere"], "--lighthouse: got 'nowhere'"), (["--replicas=0"], "replicas: got 0")],
 )
 def test_arguments_that_cannot_be_used_get_one_line(config, capsys, argv, said) -> None:
     assert main(["doctor", config, *argv]) == 64

@@ -63,9 +63,7 @@ def test_each_recovery_is_a_row() -> None:
         "lost_steps": 1,
     }
     rows = history(3)
-    events = [
-        event("StateRestored", 1000.0, replica=1, step=2, origin="replica", **facts),
-    ]
+    events = [event("StateRestored", 1000.0, replica=1, step=2, origin="replica", **facts)]
     summary = summarize(CONFIG, rows, fed(rows), {}, events)
     assert summary["recoveries"] == [{"replica": 1, **facts}]
 

@@ -179,11 +179,7 @@ def order_of_its_own(run: RunDir) -> None:
     edit(run.lighthouse_events, 4, lambda row: row.update(members=[0, 2, 1]))
     for replica in range(3):
         for line in range(5, len(run.commits(replica).read_text().splitlines()) + 1):
-            edit(
-                run.commits(replica),
-                line,
-                lambda row: row.update(ring=[0, 2, 1]) if row["epoch"] == 3 else None,
-            )
+            edit(run.commits(replica), line, lambda row: row.update(ring=[0, 2, 1]) if row["epoch"] == 3 else None)
 
 
 def left_for_good(run: RunDir) -> None:
@@ -297,10 +293,7 @@ PLANTED: dict[str, tuple[Callable[[RunDir], None], str]] = {
     "a guest in the ring": (said("commits 0", 5, ring=[0, 1, 2]), "of the members [0, 2]"),
     "an epoch of nobody": (said("commits 0", 5, epoch=9), "that was granted"),
     "who was behind": (said("lighthouse_events", 4, roles={**ALL, "1": "behind"}), "to contribute"),
-    "units that no contribution has": (
-        said("commits 0", 5, units=9),
-        "units 9; expected: 2, by its",
-    ),
+    "units that no contribution has": (said("commits 0", 5, units=9), "units 9; expected: 2, by its"),
     "units that were not wanted": (said("lighthouse_events", 3, units_wanted=12), "units_wanted 3; expected: 12"),
     "two tell one step apart": (said("commits 2", 3, digest="e"), "for this lineage"),
     "two lineages": (said("commits 2", 12, lineage="X"), "one commit"),

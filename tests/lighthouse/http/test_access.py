@@ -399,11 +399,7 @@ async def test_a_client_that_reads_nothing_is_cut_off():
 # Rates, places and the memory for them: bounded whoever comes, and wide enough for who belongs here.
 
 
-@given(
-    st.lists(st.floats(0, 3), max_size=200),
-    st.floats(0.1, 100),
-    st.integers(1, 50),
-)
+@given(st.lists(st.floats(0, 3), max_size=200), st.floats(0.1, 100), st.integers(1, 50))
 def test_no_order_of_calls_gets_more_than_burst_and_rate(gaps, rate, burst):
     buckets = Buckets(rate, burst)
     now, taken = 1000.0, []

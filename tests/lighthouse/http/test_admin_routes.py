@@ -51,8 +51,7 @@ async def place() -> AsyncIterator[Place]:
 
 
 @pytest.mark.parametrize(
-    ("path", "order"),
-    [("replicas/1/evict", "evict"), ("replicas/1/drain", "drain"), ("checkpoint", "checkpoint")],
+    ("path", "order"), [("replicas/1/evict", "evict"), ("replicas/1/drain", "drain"), ("checkpoint", "checkpoint")]
 )
 async def test_an_order_is_in_the_journal_before_it_is_carried_out_and_only_once(
     place: Place, path: str, order: str

@@ -36,12 +36,7 @@ def site():
 
 
 async def test_what_is_told_is_shown(site):
-    told = Telemetry(
-        "1-a-0",
-        (row(1, source="replica"),),
-        ({**COMMIT, "units": 6},),
-        (RankBeat(0, 7, "node", 3),),
-    )
+    told = Telemetry("1-a-0", (row(1, source="replica"),), ({**COMMIT, "units": 6},), (RankBeat(0, 7, "node", 3),))
     answer = await site.call("POST", "/v1/telemetry", TOKEN, content=protocol.encode(told))
     assert (answer.status_code, answer.content) == (204, b"")
     overview = (await site.call("GET", "/v1/overview", KEY)).json()

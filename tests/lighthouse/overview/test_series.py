@@ -79,12 +79,7 @@ def test_a_span_without_commits_is_empty():
     assert Series().between(0, 1, 10) == {name: [] for name in COLUMNS}
 
 
-@given(
-    st.lists(st.floats(-5, 50), max_size=300),
-    st.floats(-100, 5000),
-    st.floats(0, 5000),
-    st.integers(1, 50),
-)
+@given(st.lists(st.floats(-5, 50), max_size=300), st.floats(-100, 5000), st.floats(0, 5000), st.integers(1, 50))
 def test_every_span_of_any_rows_gives_at_most_the_points_asked_for(gaps, start, length, points):
     series, t = Series(), 0.0
     for n, gap in enumerate(gaps):

@@ -69,11 +69,7 @@ def test_agents_are_those_of_the_grant_of_open_requests_and_those_that_were_hear
     views[0] = replace(views[0], ask=OpenRequest(report(0, START, 1), 9, (), ("h01:1", "new:1"), (("b", 2),)))
     s = replace(s, views=tuple(views))
     heard = {2: (("old:1", "old:1"), ()), 1: (("h10:1",), ())}
-    assert holders(s, 0, heard).agents == {
-        0: ("h00:1", "h01:1", "new:1"),
-        1: ("h10:1", "h11:1"),
-        2: ("old:1",),
-    }
+    assert holders(s, 0, heard).agents == {0: ("h00:1", "h01:1", "new:1"), 1: ("h10:1", "h11:1"), 2: ("old:1",)}
     where = holders(s, 0, heard).hosts
     assert where == {"h00:1": "rack0/a", "h01:1": "b", "h10:1": "rack1/a", "h11:1": "rack1/a", "new:1": "b"}
 

@@ -23,12 +23,7 @@ from tests.support.waiting import until
 MARK = "FT_HSDP_TEST_CLUSTER"
 SUBMIT = (str(ROOT / "launcher.py"), "submit")
 SLOW = (str(Path(__file__).with_name("ray_slow.py")),)
-SMALL = {
-    "ranks_per_replica": 1,
-    **MODEL,
-    "quorum.on_lost_head": "rollback",
-    "timeouts.place_s": 2.0,
-}
+SMALL = {"ranks_per_replica": 1, **MODEL, "quorum.on_lost_head": "rollback", "timeouts.place_s": 2.0}
 
 
 class Cluster:

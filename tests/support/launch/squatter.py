@@ -12,13 +12,7 @@ from ft_hsdp.core.grant import Continue, Finish, Refused
 from tests.support.answering import Answering
 
 REPLICAS = 3
-LIES = {
-    "epoch": 9,
-    "step": 900,
-    "finished": True,
-    "halted": "a lie",
-    "drained": list(range(REPLICAS)),
-}
+LIES = {"epoch": 9, "step": 900, "finished": True, "halted": "a lie", "drained": list(range(REPLICAS))}
 QUORUM = (Refused("a lie", 64), Finish(), Continue(10**6, 10**6))
 STATUSES = (200, 200, 401, 403, 410, 422, 503, 302)
 

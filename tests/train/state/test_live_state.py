@@ -31,11 +31,7 @@ START = StateId(0, 0, "0" * 32)
 
 
 def hold(
-    mesh: DeviceMesh,
-    seed: int = 0,
-    state: StateId | None = START,
-    offload: bool = False,
-    model: Odd | None = None,
+    mesh: DeviceMesh, seed: int = 0, state: StateId | None = START, offload: bool = False, model: Odd | None = None
 ) -> tuple[LiveState, AdoptedModel]:
     """A replica of one rank that holds ``state``, of a job with two data shards."""
     model = model or Odd(seed)
