@@ -2,13 +2,7 @@
 
 import pytest
 
-from ft_hsdp.analysis.costs import (
-    effective_ratio,
-    replicated_ratio,
-    restart_cost,
-    swap_cost,
-    wasted_time,
-)
+from ft_hsdp.analysis.costs import effective_ratio, replicated_ratio, restart_cost, swap_cost, wasted_time
 from ft_hsdp.analysis.reliability import loss_rate
 
 

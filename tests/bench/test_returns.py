@@ -10,12 +10,7 @@ import torch
 
 from benchmarks.jobs import Kill, Setup, job_config
 from benchmarks.results import ProgressLog
-from benchmarks.returns import (
-    SETUPS,
-    back,
-    returns,
-    stages_in,
-)
+from benchmarks.returns import SETUPS, back, returns, stages_in
 from benchmarks.training import RandomTokens, make_model
 from ft_hsdp.config import load
 from ft_hsdp.train.model import ModelArgs

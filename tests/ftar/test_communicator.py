@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_hsdp.errors import (
-    ConnectFailed,
-    FTARError,
-    InvalidArgument,
-    RecoverableError,
-    StaleEpoch,
-)
+from ft_hsdp.errors import ConnectFailed, FTARError, InvalidArgument, RecoverableError, StaleEpoch
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.allreduce import DTYPES
 from ft_hsdp.ftar.lane import GroupState

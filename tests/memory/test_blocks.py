@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_hsdp.memory.blocks import (
-    BlockLayout,
-    LoadPlan,
-    first_hosts,
-    plan_load,
-    plan_submission,
-    share,
-)
+from ft_hsdp.memory.blocks import BlockLayout, LoadPlan, first_hosts, plan_load, plan_submission, share
 
 FIGURE_1 = {  # p = 4, n = 16, r = 2: the blocks of each copy on each host
     0: [range(4), range(8, 12)],

@@ -4,17 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.memory.schedule import (
-    CREDIT_S,
-    FITTED,
-    HELD_UP,
-    LATE,
-    SLOWEST,
-    CopyInterval,
-    fit,
-    profile,
-    schedule,
-)
+from ft_hsdp.memory.schedule import CREDIT_S, FITTED, HELD_UP, LATE, SLOWEST, CopyInterval, fit, profile, schedule
 
 
 def plan(

@@ -15,18 +15,7 @@ from lighthouse.quorum import events as quorum_events
 from lighthouse.quorum import state as quorum
 from lighthouse.quorum import transition
 from tests.model import invariants
-from tests.model.world import (
-    Bounds,
-    Content,
-    Cores,
-    Interned,
-    World,
-    edges,
-    place_of,
-    severed,
-    weight,
-    width_of,
-)
+from tests.model.world import Bounds, Content, Cores, Interned, World, edges, place_of, severed, weight, width_of
 
 
 class ModelView:

@@ -14,15 +14,7 @@ from lighthouse.placement.machine import decide, refusal
 from lighthouse.placement.signs import assigned, fate, listed_hosts, seen
 from lighthouse.placement.state import PlacedReplica, PlacementPolicy, ReplicaPhase, remembered
 from lighthouse.quorum.commands import CommandPlan, plan
-from lighthouse.quorum.events import (
-    Commanded,
-    Event,
-    HostClosed,
-    Note,
-    ProcessesReported,
-    Ticked,
-    Withdrawn,
-)
+from lighthouse.quorum.events import Commanded, Event, HostClosed, Note, ProcessesReported, Ticked, Withdrawn
 from lighthouse.quorum.state import LighthouseState, Policy
 
 EVICT_S, PLACE_S = 2.0, 5.0

@@ -30,16 +30,7 @@ from tests.support.forked import of_ranks
 from tests.support.refused import refused
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import TOKEN
-from tests.support.state.block_replica import (
-    BLOCK_BYTES,
-    BLOCKS,
-    DATA,
-    Rank,
-    Replica,
-    hosts,
-    kill,
-    store_of,
-)
+from tests.support.state.block_replica import BLOCK_BYTES, BLOCKS, DATA, Rank, Replica, hosts, kill, store_of
 from tests.support.state.thread_group import ThreadGroup
 
 
