@@ -152,21 +152,6 @@ def test_runs_of_units_are_trained_piece_by_piece() -> None:
     assert audit.result() == {"trained": 14, "duplicated": 0, "skipped": 0}
 
 
-def test_micro_batches_of_fewer_ranks_are_counted_by_unit() -> None:
-    """Two units of the first step of four, then all: the second begins in the middle of a micro-batch."""
-    one = {"replica": 0, "shard": 0, "loss": 2.0, "weight": 2, "part": 0}
-    rows = [
-        commit(1, who=[0], contributions=[{**one, "index": 0, "units": 2, "width": 2}], cursors=[2]),
-        commit(2, who=[0], contributions=[{**one, "index": 2, "units": 4}], cursors=[6]),
-    ]
-    audit = UnitAudit(1)
-    for step, index, units in ((1, 0, 2), (2, 2, 4)):
-        audit.fed(0, {"step": step, "shard": 0, "index": index, "units": units, "incarnation": "0-a-0"})
-    for row in rows:
-        audit.commit(row)
-    assert audit.result() == {"trained": 6, "duplicated": 0, "skipped": 0}
-
-
 @given(st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=1, max_size=12), st.data())
 def test_with_true_cursors_every_dropped_feed_is_a_skip(present: list[set[int]], data: st.DataObject) -> None:
     cursors = [0, 0, 0]
