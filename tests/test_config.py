@@ -265,27 +265,12 @@ def test_what_is_dumped_loads_back_equal(
 @pytest.mark.parametrize(
     "override",
     [
-        "--model.dim=180",
-        "--data.path=elsewhere",
-        "--optim.lr=0.1",
-        "--lr.schedule=cosine",
-        "--lr.intervention=sqrt",
-        "--lr.warmup=1",
-        "--train.seed=9",
-        "--train.micro_batch=1",
-        "--train.seq_len=64",
-        "--train.accumulate=2",
-        "--ranks_per_replica=1",
-        "--train.steps=9",
-        "--train.poison=skip_step",
-        "--replicas=5",  # as many data shards
-        "--max_replicas=5",
-        "--data.assignment=global",
-        "--data.weight=tokens",
-        "--checkpoint.every=5",
-        "--checkpoint.dir=/elsewhere",
-        "--quorum.catchup_log_steps=5",
-        "--ftar.chunk_bytes=8192",
+        *("--model.dim=180", "--data.path=elsewhere", "--optim.lr=0.1", "--lr.schedule=cosine"),
+        *("--lr.intervention=sqrt", "--lr.warmup=1", "--train.seed=9", "--train.micro_batch=1"),
+        *("--train.seq_len=64", "--train.accumulate=2", "--ranks_per_replica=1", "--train.steps=9"),
+        *("--train.poison=skip_step", "--replicas=5", "--max_replicas=5", "--data.assignment=global"),
+        *("--data.weight=tokens", "--checkpoint.every=5", "--checkpoint.dir=/elsewhere"),
+        *("--quorum.catchup_log_steps=5", "--ftar.chunk_bytes=8192"),
     ],
 )
 def test_the_hash_changes_with_what_replicas_must_share(override: str) -> None:

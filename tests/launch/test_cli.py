@@ -51,11 +51,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["doctor", "none.yaml"], 64, "config file"),
         (["replica", "c.yaml"], 64, "--replica"),
         (["replica", "c.yaml", "--replica", "9", *HELD], 64, "--replica: got 9; allowed: 0 to 2"),
-        (
-            ["replica", "c.yaml", "--replica", "0", "--lighthouse", "http://127.0.0.1:1", *HELD],
-            64,
-            "FT_HSDP_TOKEN",
-        ),
+        (["replica", "c.yaml", "--replica", "0", "--lighthouse", "http://127.0.0.1:1", *HELD], 64, "HSDP_TOKEN"),
         (["status"], 69, "no job runs"),
         (["status", "--run", "none"], 64, "run: got 'none'"),
         (["status", "--x=1"], 64, "unrecognized arguments: --x=1"),

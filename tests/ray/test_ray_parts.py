@@ -230,20 +230,9 @@ def test_what_is_held_at_once_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "name",
     [
-        "../fed.jsonl",
-        "fed.jsonl",
-        "config.yaml",
-        "token",
-        "spares/spares.json",
-        "spares/fed.jsonl",
-        "final.json",
-        "replicas/0/.hidden.log",
-        "replicas/0/../a.log",
-        "replicas/../a.log",
-        "replicas/0/a/b.log",
-        "replicas/0/processes.json",
-        "nodes/../token.log",
-        "/tmp/a.log",
+        *("../fed.jsonl", "fed.jsonl", "config.yaml", "token", "spares/spares.json", "spares/fed.jsonl"),
+        *("final.json", "replicas/0/.hidden.log", "replicas/0/../a.log", "replicas/../a.log"),
+        *("replicas/0/a/b.log", "replicas/0/processes.json", "nodes/../token.log", "/tmp/a.log"),
     ],
 )
 def test_only_logs_are_taken_from_a_node(tmp_path: Path, name: str) -> None:

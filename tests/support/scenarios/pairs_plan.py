@@ -10,24 +10,9 @@ from tests.support import os_faults
 
 REPLICAS, RANKS = 3, 2
 KINDS = (
-    "kill",
-    "stop",
-    "term",
-    "host",
-    "disk_full",
-    "slow_disk",
-    "descriptors",
-    "memory",
-    "fork_server",
-    "agent",
-    "supervisor",
-    "lighthouse",
-    "partition",
-    "partition_lighthouse",
-    "reset",
-    "garbage",
-    "flip",
-    "clock",
+    *("kill", "stop", "term", "host", "disk_full", "slow_disk", "descriptors", "memory", "fork_server"),
+    *("agent", "supervisor", "lighthouse", "partition", "partition_lighthouse", "reset", "garbage"),
+    *("flip", "clock"),
 )
 """What is drawn from, each alike: the kinds of `chaos` and of `os_faults`, signals and helpers one by one."""
 ENDING = ("kill", "term", "flip", "reset")  # they have no end
