@@ -339,6 +339,7 @@ class Peer:
         self._closed = False
         self._reading = False
         self._unread = bytearray()  # the beginning of a message
+        self._beat = b""  # the last heartbeat, encoded
         self._writing = asyncio.Lock()
 
     def belongs_to(self, heard: Heard) -> None:
@@ -362,9 +363,12 @@ class Peer:
             if part := self._sock.recv(READ_BYTES):
                 self.heard_at = time.monotonic()
                 self._unread += part
-                for message in self._messages():
+                for body in self._bodies():
+                    if body == self._beat:
+                        continue  # the same heartbeat once more
+                    message = protocol.decode(body, *_MESSAGES)
                     if isinstance(message, RingBeat):
-                        self.newest = message
+                        self.newest, self._beat = message, body
                     elif not self._closed:
                         self._heard(self, message)
                 return
@@ -379,13 +383,13 @@ class Peer:
             self.gone = True
             self._heard(self, end)
 
-    def _messages(self) -> Iterator[object]:
-        """Yield the messages that are here as a whole. Raises ProtocolViolation as `receive` does."""
+    def _bodies(self) -> Iterator[bytes]:
+        """Yield the encoded messages that are here as a whole. Raises ProtocolViolation if one is too large."""
         unread, size = self._unread, protocol.LENGTH.size
         while len(unread) >= size and len(unread) >= (end := size + protocol.frame_length(bytes(unread[:size]))):
             body = bytes(unread[size:end])
             del unread[:end]
-            yield protocol.decode(body, *_MESSAGES)
+            yield body
 
     def _read_no_more(self) -> None:
         if self._reading:

@@ -103,6 +103,7 @@ def is_stopped(pid: int, proc: Path = PROC) -> bool:
 
 LATE_BEATS = 2  # a timer that is this many beats late means that this process stood still
 LOAD_S = 0.5  # between two readings of the host's load
+STALL_MS = 50  # steps in which a stall is told: a heartbeat that says nothing new costs its neighbours little
 
 
 class HostSentinel:
@@ -163,6 +164,8 @@ class Heartbeat:
         self._detectors: dict[Peer, PhiAccrual] = {}
         self._before = time.monotonic()  # of the last tick
         self._stood_still = 0.0  # seconds in which this process did not run
+        self._beat: RingBeat | None = None  # the last one
+        self._frame = b""  # that, encoded
         self._progress = (0, 0)  # all-reduces entered, chunks received
         self._moved = self._before  # when the progress last changed
         self._timer = self._loop.call_soon(self._tick)
@@ -197,11 +200,13 @@ class Heartbeat:
     def _send(self) -> None:
         ring = self._ring
         entered, sent = (ring.entered, ring.sent) if ring is not None else (0, 0)
-        stall_ms = round(1000 * self._sentinel.stall_s(time.monotonic()))
+        stall_ms = STALL_MS * math.ceil(1000 / STALL_MS * self._sentinel.stall_s(time.monotonic()))
         pause_ms = math.ceil(1000 * self._pause_s())
-        frame = protocol.frame(RingBeat(self._epoch, entered, sent, stall_ms, os.getpid(), pause_ms))
+        beat = RingBeat(self._epoch, entered, sent, stall_ms, os.getpid(), pause_ms)
+        if beat != self._beat:
+            self._beat, self._frame = beat, protocol.frame(beat)
         for peer in self._rendezvous.edges:
-            peer.send_heartbeat(frame)
+            peer.send_heartbeat(self._frame)
 
     def _detector(self, peer: Peer) -> PhiAccrual:
         if peer not in self._detectors:

@@ -16,7 +16,7 @@ import torch
 
 from ft_hsdp import protocol
 from ft_hsdp.core.commit import AttemptId, CommitToken
-from ft_hsdp.errors import PeerDead, PeerTimeout, RemoteAbort
+from ft_hsdp.errors import PeerDead, PeerTimeout, ProtocolViolation, RemoteAbort
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.connections import Peer
 from ft_hsdp.ftar.heartbeat import HostLoadReader, HostSentinel, is_stopped
@@ -210,6 +210,12 @@ async def test_any_bytes_are_a_sign_of_life() -> None:
     theirs.send(protocol.frame(RingBeat(7, 3, 9)))
     await async_until(lambda: peer.newest == RingBeat(7, 3, 9), "a beat")
     assert said == [token], "a beat is for nobody else"
+    theirs.send(frame + 2 * protocol.frame(RingBeat(7, 3, 9)) + frame + protocol.frame(RingBeat(7, 4, 9)))
+    await async_until(lambda: peer.newest == RingBeat(7, 4, 9), "all that has come at once")
+    assert said == [token] * 3
+    theirs.send(protocol.LENGTH.pack(2**31))
+    await async_until(lambda: peer.gone, "a message that is too large ends it")
+    assert isinstance(said[3], ProtocolViolation)
     theirs.close()
     await peer.close()
 
