@@ -63,7 +63,7 @@ class PackedTensor:
     cut: Cut = "other"  # how the whole tensor is cut over the ranks; only rows are cut for another number of them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: it keeps its fingerprint, which each snapshot tells
 class Layout:
     """The tensors of one rank's shard in a packed buffer."""
 
@@ -101,9 +101,9 @@ class Layout:
                 offset += shape.aligned(nbytes)
         return Layout(tuple(tensors), offset)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of all names, types, shapes and offsets. A fetched shard must have the same."""
+        """Return a hash of all names, types, shapes and offsets. A fetched shard must have the same."""
         return fingerprint(self.tensors)
 
     @property
