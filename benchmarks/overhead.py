@@ -4,6 +4,8 @@ A step of ft_hsdp is taken beside the same step of PyTorch's HSDP, which survive
 
 All contenders are alive at once, and each trains a block of steps while the others wait, so that what else runs on
 the machine slows all of them. Between two blocks each rank (`training`) stands before its next step.
+
+The CPU time of each thread of the ranks tells where a step's time goes. It is steadier than the time of a step.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -31,6 +34,7 @@ from benchmarks.jobs import (
 )
 from benchmarks.processes import LOOPBACK, WorkerLink, ask, greet, listening, scratch, spawn, spawn_worker
 from benchmarks.results import (
+    WARM_UP,
     ProgressLog,
     ResultRow,
     Row,
@@ -49,6 +53,8 @@ from ft_hsdp.secret import TOKEN_VARIABLE, worker_token
 
 TRANSPORTS = ("tcp", "shm")
 LEAD_S = 0.005  # from the command to the common start
+REST_S = 0.05  # for what goes on after a block, as a snapshot
+SHOWN = 6  # threads whose CPU time is told
 SETUP = Setup(
     replicas=3,
     ranks=2,
@@ -84,7 +90,9 @@ def run(rounds: int, stream: TextIO) -> dict[str, Any]:
     return finish_result(result, goals(result), log, started)
 
 
-def in_turns(contenders: Mapping[str, tuple[str, Setup]], rounds: int) -> dict[str, list[float]]:
+def in_turns(
+    contenders: Mapping[str, tuple[str, Setup]], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
     """Train all contenders on this machine, all alive, one block of one of them at a time (ABAB).
 
     Args:
@@ -92,20 +100,29 @@ def in_turns(contenders: Mapping[str, tuple[str, Setup]], rounds: int) -> dict[s
         rounds: how many blocks of each count.
 
     Returns:
-        Seconds of a step, of each of so many blocks, by contender.
+        Seconds of a step, of each of so many blocks, by contender. And milliseconds of CPU time of a step, of all
+        ranks together, by contender and thread.
 
     Raises:
         Retryable: A process fails.
     """
     with scratch() as (stack, folder):
         samples: dict[str, Callable[[], float]] = {}
+        spent: dict[str, Counter[str]] = {}
         for number, (name, (kind, setup)) in enumerate(contenders.items()):
             own = folder / str(number)
             own.mkdir()
             links = start(name, kind, setup, own, stack)
             greet(links)  # one after the other: two dozen imports at once take too long
-            samples[name] = partial(train, links, setup.steps)
-        return interleave(samples, rounds)
+            spent[name] = Counter()
+            samples[name] = partial(train, links, setup.steps, spent[name])
+        took = interleave(samples, rounds)
+        steps = {name: (rounds + WARM_UP) * setup.steps for name, (_, setup) in contenders.items()}
+        cpu = {
+            name: {thread: us / 1000 / steps[name] for thread, us in threads.most_common()}
+            for name, threads in spent.items()
+        }
+        return took, cpu
 
 
 def steady(
@@ -122,24 +139,46 @@ def steady(
     for transport in transports:
         sections = {**setup.sections, "ftar": {"timeout_s": PATIENCE_S, "transport": transport}}
         contenders[f"ft_hsdp, {transport}"] = (PRODUCT, replace(setup, sections=sections))
-    took = in_turns(contenders, rounds)
+    took, cpu = in_turns(contenders, rounds)
+    total = {name: sum(threads.values()) for name, threads in cpu.items()}
     row: ResultRow = {
         "replicas": setup.replicas,
         "ranks": setup.ranks,
         "rounds": rounds,
         "crews": {name: spread(seconds) for name, seconds in took.items()},
         "times": {name: ratio_interval(took[name], took["hsdp"]) for name in took if name != "hsdp"},
+        "cpu_ms": {
+            name: {thread: round(ms, 2) for thread, ms in threads.items()} for name, threads in cpu.items()
+        },
+        "cpu_times": {name: round(ms / total["hsdp"], 3) for name, ms in total.items()},
     }
+    for name, threads in cpu.items():
+        shown = ", ".join(f"{thread} {ms:.0f}" for thread, ms in [*threads.items()][:SHOWN])
+        log.say(f"{name}: {total[name]:.0f} ms of CPU time a step, {row['cpu_times'][name]} times HSDP's: {shown}")
     for name, found in row["times"].items():
         log.say(f"{name}: {found['ratio']:.3f} times HSDP's step ({found['low']:.3f} to {found['high']:.3f})")
     return [row]
 
 
-def train(links: Sequence[WorkerLink], steps: int) -> float:
-    """Train so many steps; return the seconds of one: until the slowest rank could begin the next."""
+def train(links: Sequence[WorkerLink], steps: int, spent: Counter[str]) -> float:
+    """Train so many steps; return the seconds of one: until the slowest rank could begin the next.
+
+    ``spent`` gets the CPU time of each thread in microseconds.
+    """
+    spent.subtract(_cpu_time(links))
     start = time.monotonic() + LEAD_S
     answers = ask(links, {"steps": steps, "at": start})
+    time.sleep(REST_S)
+    spent.update(_cpu_time(links))
     return (max(answer["t"] for answer in answers) - start) / steps
+
+
+def _cpu_time(links: Sequence[WorkerLink]) -> Counter[str]:
+    """Return the CPU time that the ranks have taken so far in microseconds, by name of the thread."""
+    found = Counter[str]()
+    for answer in ask(links, {"cpu": True}):
+        found.update(answer["cpu"])
+    return found
 
 
 def start(name: str, kind: str, setup: Setup, folder: Path, stack: ExitStack) -> list[WorkerLink]:

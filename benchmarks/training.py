@@ -4,6 +4,7 @@
 `bench overhead`, and trains so many steps as it is told:
 
     -> {"steps": 2, "at": 12.5}  <- {"t": 13.6}, before the step that comes next
+    -> {"cpu": true}             <- {"cpu": {"MainThread": 812500, "ftar": 20100}}, microseconds of CPU time so far
 
 Its loops are ordinary ones, but each is a generator that stops before each step.
 
@@ -14,11 +15,15 @@ with "step" and "participants".
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import re
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -235,6 +240,16 @@ def torchft(given: str) -> None:
             lines.write({**now, **life})
 
 
+def cpu_time() -> Counter[str]:
+    """Return the CPU time of each thread of this process in microseconds; the digits of a name do not count."""
+    names, found = {thread.native_id: thread.name for thread in threading.enumerate()}, Counter[str]()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            name = names.get(int(task.name)) or (task / "comm").read_text().strip()
+            found[re.sub(r"[-_]\d+", "", name)] += int((task / "schedstat").read_text().split()[0]) // 1000
+    return found
+
+
 def set_up() -> tuple[Answer, Obey]:
     """Get ready for the first step."""
     spec = RankSpec(**json.loads(sys.argv[2]))
@@ -244,6 +259,8 @@ def set_up() -> tuple[Answer, Obey]:
     next(steps)
 
     def obey(command: Mapping[str, Any]) -> Answer:
+        if "cpu" in command:
+            return {"cpu": cpu_time()}
         time.sleep(max(0.0, command["at"] - time.monotonic()))
         for _ in range(command["steps"]):
             next(steps)

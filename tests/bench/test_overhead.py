@@ -30,4 +30,6 @@ def test_both_train_in_turn() -> None:
         "hsdp again": 2,
         "ft_hsdp, tcp": 2,
     }
+    assert {"MainThread", "ftar", "control"} <= row["cpu_ms"]["ft_hsdp, tcp"].keys()
+    assert row["cpu_times"]["hsdp"] == 1
     assert min(crew["min_ms"] for crew in row["crews"].values()) > 10  # each waits as long as it is told

@@ -35,16 +35,11 @@ def test_replicas_of_any_width_find_the_same_norm(seed: int) -> None:
 
 @pytest.mark.parametrize("numel", [0, 1, PIECE, 3 * PIECE + 5, 40 * PIECE])
 def test_a_norm_has_the_same_bits_wherever_its_tensor_lies_and_with_any_number_of_threads(numel: int) -> None:
-    room = torch.randn(numel + 3, generator=torch.Generator().manual_seed(numel))
-    values, threads = room[:numel].clone(), torch.get_num_threads()
-    found = [float(square_sum(values))]
-    for offset in (1, 3):
-        moved = torch.empty(numel + 3)[offset : offset + numel].copy_(values)
-        found.append(float(square_sum(moved)))
-    try:
-        torch.set_num_threads(threads + 3)
-        found.append(float(square_sum(values)))
-    finally:
-        torch.set_num_threads(threads)
-    assert len(set(found)) == 1
-    assert found[0] == pytest.approx(float(values.double().square().sum()), rel=1e-13)
+    values, room = torch.randn(numel, generator=torch.Generator().manual_seed(numel)), torch.empty(numel + 3)
+    found = {float(square_sum(room[at : at + numel].copy_(values))) for at in (0, 1, 3)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 3)
+    found.add(float(square_sum(values)))
+    torch.set_num_threads(threads)
+    (same,) = found
+    assert same == pytest.approx(float(values.double().square().sum()), rel=1e-13)
