@@ -115,6 +115,9 @@ class Placement:
     wrong: bool = False  # the configuration or the script is to blame for the end of the job
 
 
+RETURN_S = 0.25  # in which an agent that lives sends another report, when one was lost
+
+
 @dataclass(frozen=True, slots=True)
 class PresentHost:
     """A host whose agent was heard in this term."""
@@ -133,7 +136,7 @@ class PresentHost:
 
     def silent(self, now: float, evict_s: float) -> bool:
         """Return whether its agent is gone, or cut off."""
-        return self.closed is not None or now >= self.heard + evict_s
+        return (self.closed is not None and now >= self.closed + RETURN_S) or now >= self.heard + evict_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def test_a_folder_that_vanishes_is_made_again_and_the_end_says_what_is_there(tmp
 
     with job("one") as one:
         one.until(steps, "a checkpoint")
-        shutil.rmtree(folder)
+        shutil.rmtree(folder.rename(tmp_path / "gone"))  # at once: the job writes into it
         one.until(lambda: len(steps()) == 2, "two checkpoints in a new folder")
         odd = catalog.published(folder)[0]
         os.mkfifo(tmp_path / "pipe")

@@ -12,7 +12,7 @@ from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_UNREACHAB
 from ft_hsdp.memory.hosts import Host
 from lighthouse.placement.machine import decide, refusal
 from lighthouse.placement.signs import assigned, fate, listed_hosts, seen
-from lighthouse.placement.state import PlacedReplica, PlacementPolicy, ReplicaPhase, remembered
+from lighthouse.placement.state import RETURN_S, PlacedReplica, PlacementPolicy, ReplicaPhase, remembered
 from lighthouse.quorum.commands import CommandPlan, plan
 from lighthouse.quorum.events import Commanded, Event, HostClosed, Note, ProcessesReported, Ticked, Withdrawn
 from lighthouse.quorum.state import LighthouseState, Policy
@@ -218,6 +218,13 @@ def test_a_host_whose_connection_ends_is_lost_sooner() -> None:
     w.apply(HostClosed(former, w.now))
     w.settle(EVICT_S / 5)
     assert w.me().used == ("a",)  # it had sent another one meanwhile
+    w.apply(HostClosed(closed, w.now))
+    w.now += RETURN_S / 2
+    w.settle()
+    assert w.me().used == ("a",)
+    closed = w.report("a")  # a connection may end though its agent lives
+    w.settle(RETURN_S)
+    assert w.me().used == ("a",)
     w.apply(HostClosed(closed, w.now))
     w.settle(EVICT_S / 5)
     assert w.me().used == ("c",)
