@@ -1,4 +1,4 @@
-"""Sockets with descriptors that select.select cannot take, as a process with many open files has them."""
+"""Descriptors of a process: high ones, which select.select cannot take, and those that libuv keeps."""
 
 import fcntl
 import resource
@@ -6,7 +6,16 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import uvloop
+
 LOWEST = 1100
+
+
+def warm_libuv() -> None:
+    """Have the pipe and the threads that libuv keeps for all loops of a process."""
+    loop = uvloop.new_event_loop()
+    loop.run_until_complete(loop.getaddrinfo("localhost", 80))
+    loop.close()
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
-import uvloop
 from torch import Tensor
 
 from ft_hsdp.core.ring import RingPlan, operations
@@ -32,6 +31,7 @@ from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import shm
 from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.ftar.transport.kind import Edge
+from tests.support.descriptors import warm_libuv
 from tests.support.ftar.ring_values import KEY, entry
 from tests.support.ftar.sim_ring import Nature, World
 
@@ -264,7 +264,7 @@ def used() -> Counter[str]:
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
     """Check that the block leaves no descriptor and no thread; gloo closes its own a moment later."""
-    uvloop.new_event_loop().close()  # libuv keeps a pipe for the signals of the process, once for all loops
+    warm_libuv()
     before = used()
     yield
     end = time.monotonic() + 2

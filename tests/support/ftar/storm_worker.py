@@ -22,6 +22,7 @@ from torch import Tensor
 from ft_hsdp.errors import RecoverableError
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.executor import Work
+from tests.support.descriptors import warm_libuv
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 MOST = 1 << 20  # elements of the largest message
@@ -120,6 +121,7 @@ class Worker:
     # The commands.
 
     def open(self, settings: dict[str, Any], token: str) -> None:
+        warm_libuv()
         self._before = held()
         self.comm = Communicator(self.member, token=token, settings=Settings(**settings))
         self._epoch, self._open = 0, True
