@@ -5,7 +5,7 @@ A step of ft_hsdp is taken beside the same step of PyTorch's HSDP, which survive
 All contenders are alive at once, and each trains a block of steps while the others wait, so that what else runs on
 the machine slows all of them. Between two blocks each rank (`training`) stands before its next step.
 
-The CPU time of each thread of the ranks tells where a step's time goes. It is steadier than the time of a step.
+The CPU time of each thread of the ranks tells where a step's time goes.
 """
 
 from __future__ import annotations

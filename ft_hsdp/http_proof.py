@@ -14,7 +14,7 @@ without a valid challenge gets 401 with the current one, and asks again; each an
 
 An answer without end, a stream, carries an empty body's MAC in its head and `mark`s in between.
 
-The lighthouse's side is `lighthouse.http.access`; the callers' is `control.lighthouse_client`.
+The lighthouse's side is `lighthouse.http.proofs`; the callers' is `control.lighthouse_client`.
 """
 
 from __future__ import annotations

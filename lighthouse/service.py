@@ -42,6 +42,16 @@ from lighthouse.quorum.rules import Incarnation, replace
 from lighthouse.quorum.state import Agreement, LighthouseState, StateAgents, alive, holders, wanted
 from lighthouse.store import StateSaver, Store, StoreFailed
 
+LONG_POLL_S = 20.0  # a request that is open for this long is answered with Wait
+LINGER_S = 1.0  # such a request still counts for this long: the replica is about to repeat it
+TICK_S = 0.05  # between two looks at the time, while time can change something
+STORE_RETRY_S = 1.0  # before a store that failed is tried again
+
+Journal = Callable[[Mapping[str, object]], None]
+"""Takes each event, as a row of events.jsonl."""
+
+_log = logging.getLogger(__name__)
+
 
 class Evictions:
     """Orders to SIGKILL an incarnation, and members that get such an order if they stay silent.
@@ -85,17 +95,6 @@ class Evictions:
                         self._suspects.pop(who, None)
         late = [who for who, due in self._suspects.items() if now >= due]
         return [(who, f"silent for {s.policy.evict_s:g} s since its ring broke") for who in late]
-
-
-LONG_POLL_S = 20.0  # a request that is open for this long is answered with Wait
-LINGER_S = 1.0  # such a request still counts for this long: the replica is about to repeat it
-TICK_S = 0.05  # between two looks at the time, while time can change something
-STORE_RETRY_S = 1.0  # before a store that failed is tried again
-
-Journal = Callable[[Mapping[str, object]], None]
-"""Takes each event, as a row of events.jsonl."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import hmac
 import pytest
 
 from ft_hsdp.http_proof import MARK, NONE, SignedRequest, keys_of
-from lighthouse.http.access import CHALLENGE_S, SignedCalls
+from lighthouse.http.proofs import CHALLENGE_S, SignedCalls
 
 TOKEN, ADMIN = "5e" * 32, "ad" * 32
 CHALLENGE = "c" * 32

@@ -14,9 +14,10 @@ Read in this order:
 
 Before a run, `launcher.py plan` computes from a configuration what copies of the state will be worth:
 
+- `survival`: the exact probability that k lost hosts take no state with them (ReStore §IV-D);
 - `costs`: wasted time and effective training time by the papers' models, and what is assumed;
-- `reliability`: both for the hosts of one job, and the exact probability that k lost ones take no state with them;
-- `plan`, `plan_table`: the document of `plan --json` with its part on narrow replicas, and its text.
+- `reliability`: both for the hosts of one job;
+- `plan`, `fewer_ranks`, `plan_table`: the document of `plan --json`, its part on narrow replicas, and its text.
 
 All of it is pure: rows come in, figures go out. It imports no library, no file, no clock, and of this product only
 `ft_hsdp.core` and `ft_hsdp.memory`. So the launcher can use it, and the lighthouse, which imports neither the

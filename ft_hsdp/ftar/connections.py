@@ -339,7 +339,7 @@ class Peer:
         self._closed = False
         self._reading = False
         self._unread = bytearray()  # the beginning of a message
-        self._beat = b""  # the last heartbeat, encoded
+        self._beat: bytes | None = None  # the last heartbeat, encoded
         self._writing = asyncio.Lock()
 
     def belongs_to(self, heard: Heard) -> None:

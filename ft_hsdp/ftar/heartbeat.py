@@ -103,7 +103,7 @@ def is_stopped(pid: int, proc: Path = PROC) -> bool:
 
 LATE_BEATS = 2  # a timer that is this many beats late means that this process stood still
 LOAD_S = 0.5  # between two readings of the host's load
-STALL_MS = 50  # steps in which a stall is told: a heartbeat that says nothing new costs its neighbours little
+STALL_MS = 20  # steps in which a stall is told: a heartbeat that says nothing new costs its neighbours little
 
 
 class HostSentinel:

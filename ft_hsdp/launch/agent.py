@@ -200,7 +200,7 @@ class HostAgent:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        # One that a lighthouse has taken may be lost: another one follows at once, or the host counts as lost.
+        # A lighthouse may have taken a report that was open: without another one at once, the host counts as lost.
         if (problem and loop.time() - began < AGAIN_S) or old:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_S):

@@ -17,7 +17,7 @@ Read in this order:
 - `app`: the application, and the operator's routes.
 - `quorum_route`: POST /v1/quorum, and reading a body.
 - `journal_routes`: telemetry, overview, log, stream, and the files of the page.
-- `access`: roles and tokens, and the gate; who has signed a request, and the MAC of its answer (`Proof`).
+- `access`: roles and tokens, and the gate; `proofs`: who signed a request, and the MAC of its answer.
 - `rate_limits`: how much one address may ask, and how large a request may be.
 - `connections`: uvicorn's protocol with bounds.
 - `metrics`: GET /metrics for Prometheus.

@@ -7,10 +7,10 @@ curve, no more.
 
 Read in this order:
 
-- `journal`: `JobJournal`, the way of a row from telemetry to everything below; `Subscribers`: the stream of rows
-  to pages and to standby lighthouses;
+- `journal`: `JobJournal`, the way of a row from telemetry to everything below;
 - `row_checks`: which rows are accepted from whom, cut to size (pure);
 - `database`: the SQLite file, and the one in memory for the pages of finished runs;
+- `subscribers`: the stream of rows to pages and to standby lighthouses;
 - `exporters`: curves for TensorBoard and Weights & Biases, each on a thread of its own.
 
 Durability: `JobJournal.note` stores the lighthouse's own events before it returns, because a decision is answered

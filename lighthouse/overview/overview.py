@@ -20,6 +20,16 @@ from lighthouse.overview.series import LoggedCurves, Series
 _GONE = frozenset({"ReplicaExited", "ExitReported"})
 
 
+MAX_OUTAGES = 256
+SHOWN_EPOCHS = 1000  # newest epochs in one answer
+SHOWN_FAILURES = 200  # newest failures in one answer
+SPEED = 20  # commits over which the speed is measured
+
+Kind = Literal["event", "commit", "logged"]
+Row = dict[str, Any]
+Json = dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Protected:
     word: Literal["", "protected", "unprotected"]  # "": no replica that is left has said it
@@ -73,16 +83,6 @@ class Protection:
 
     def _before_gone(self, replica: int, t: float) -> bool:
         return t <= self._gone.get(replica, 0.0)
-
-
-MAX_OUTAGES = 256
-SHOWN_EPOCHS = 1000  # newest epochs in one answer
-SHOWN_FAILURES = 200  # newest failures in one answer
-SPEED = 20  # commits over which the speed is measured
-
-Kind = Literal["event", "commit", "logged"]
-Row = dict[str, Any]
-Json = dict[str, Any]
 
 
 class JournalEntry(NamedTuple):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ft_hsdp.analysis.costs import ASSUMED, Assumptions
-from ft_hsdp.analysis.plan import BOUNDS, plan, tensors
+from ft_hsdp.analysis.fewer_ranks import tensors
+from ft_hsdp.analysis.plan import BOUNDS, plan
 from ft_hsdp.analysis.plan_table import lines
 from ft_hsdp.config import parse
 from ft_hsdp.launch.cli import main

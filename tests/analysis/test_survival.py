@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.analysis.reliability import expected_losses, loss_rate, probability, survivable
+from ft_hsdp.analysis.reliability import loss_rate
+from ft_hsdp.analysis.survival import expected_losses, probability, survivable
 from ft_hsdp.memory.placement import holders, place
 
 PAIRS = [(5, 2), (7, 2), (7, 3), (8, 3), (10, 4), (11, 4), (13, 3)]  # of Theorem 1: the last group is a ring

@@ -191,6 +191,18 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return ends
 
 
+async def test_an_empty_message_is_no_heartbeat() -> None:
+    ours, theirs = pair()
+    said: list[object] = []
+    peer = Peer(ours, lambda _, message: said.append(message))
+    peer.listen()
+    theirs.send(protocol.LENGTH.pack(0))
+    await async_until(lambda: peer.gone, "the end")
+    assert isinstance(said[0], ProtocolViolation)
+    theirs.close()
+    await peer.close()
+
+
 async def test_any_bytes_are_a_sign_of_life() -> None:
     """A long message comes in pieces; while it does, its sender lives."""
     ours, theirs = pair()

@@ -355,9 +355,9 @@ def test_owners_of_a_lane_compare_the_same_bytes_of_the_state() -> None:
             chunk = -(-len(tensor) // width)
             shards.append(tensor[rank * chunk : (rank + 1) * chunk].contiguous())
         nbytes = [(shard.numel() * 4, 4) for shard in [*shards, steps]]
-        mine = live_state.pieces(plan, [*shapes, None], nbytes, width, rank)
+        mine = live_state.lane_pieces(plan, [*shapes, None], nbytes, width, rank)
         held = [as_bytes(shard) for shard in [*shards, steps]]
-        each = [live_state.digest(step, pieces, held, b"") for pieces in mine]
+        each = [live_state.lane_digest(step, pieces, held, b"") for pieces in mine]
         return dict(zip((lane.ring.number for lane in plan.lanes), each, strict=True))
 
     def of_replica(width: int, step: int, tensors: list[torch.Tensor]) -> dict[int, str]:

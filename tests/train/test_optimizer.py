@@ -183,6 +183,23 @@ def test_an_update_that_no_sharded_parameter_has_is_refused(mesh: DeviceMesh, la
     refused(lambda: create_state(optimizer), r"SGD.*a trial step fails: NotImplementedError")
 
 
+class Short(torch.optim.SGD):
+    """It lacks memory for a copy of a parameter that is not small."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (params,) = (group["params"] for group in self.param_groups)
+        if len(params) == 1 and params[0].numel() > 16:
+            raise MemoryError
+        super().step(closure)
+
+
+def test_an_optimizer_is_not_blamed_for_memory_that_its_warm_up_lacks(mesh: DeviceMesh) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6, bias=False) for _ in range(5)))
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(MemoryError):
+        create_state(Short(model.parameters(), lr=0.1, momentum=0.9))
+
+
 class Lion(torch.optim.Optimizer):
     """Somebody's own optimizer, whose state is all zeros before the first step."""
 

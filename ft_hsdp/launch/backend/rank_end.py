@@ -21,6 +21,20 @@ from ft_hsdp.core.restart import Cause
 from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError, LocalResourceError, exhausted, one_line, raised_from
 from ft_hsdp.launch.run.directory import RunDir, read_json, try_write_json
 
+_SHORT = frozenset({errno.EAGAIN, errno.ENOSPC, errno.EDQUOT, errno.EADDRINUSE})  # `exhausted` knows the others
+_SHORT_TEXT = re.compile(  # of torch's errors, which have no number
+    r"can't allocate memory|cannot allocate memory|out of memory|no space left|too many open files|EADDRINUSE"
+    r"|address already in use|resource temporarily unavailable",
+    re.IGNORECASE,
+)
+_OUTSIDE = re.compile(  # in the type or text of an error: what is not under the script's control
+    r"connect|timed?.?out|network|http|socket|unavailable|temporar|nccl"
+    r"|no space|quota|DistBackend|DistStore",
+    re.IGNORECASE,
+)
+_DEVICE = re.compile(r"cuda error|cudnn|cublas|device-side|worker .*(killed by|exited)", re.IGNORECASE)
+_spare_descriptors: list[int] = []
+
 KMSG = Path("/dev/kmsg")
 COUNTS_S = 60.0  # for which a line explains the ends of ranks
 LONGEST = 160  # characters of a line that are told
@@ -83,21 +97,6 @@ class KernelLog:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-_SHORT = frozenset({errno.EAGAIN, errno.ENOSPC, errno.EDQUOT, errno.EADDRINUSE})  # `exhausted` knows the others
-_SHORT_TEXT = re.compile(  # of torch's errors, which have no number
-    r"can't allocate memory|cannot allocate memory|out of memory|no space left|too many open files|EADDRINUSE"
-    r"|address already in use|resource temporarily unavailable",
-    re.IGNORECASE,
-)
-_OUTSIDE = re.compile(  # in the type or text of an error: what is not under the script's control
-    r"connect|timed?.?out|network|http|socket|unavailable|temporar|nccl"
-    r"|no space|quota|DistBackend|DistStore",
-    re.IGNORECASE,
-)
-_DEVICE = re.compile(r"cuda error|cudnn|cublas|device-side|worker .*(killed by|exited)", re.IGNORECASE)
-_spare_descriptors: list[int] = []
 
 
 @dataclass(frozen=True, slots=True)

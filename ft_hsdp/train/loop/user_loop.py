@@ -24,6 +24,13 @@ from ft_hsdp.train.loop.user_state import Registered, UserState
 NAME_ALLOWED = "1 to 64 letters, digits and . _ / - as the name, which begins with a letter"
 
 
+_log = logging.getLogger(__name__)
+
+CommitCallback = TypeVar("CommitCallback", bound=OnCommit)
+RejoinCallback = TypeVar("RejoinCallback", bound=OnRejoin)
+LeaveCallback = TypeVar("LeaveCallback", bound=OnLeave)
+
+
 def checked(values: object, known: set[str]) -> dict[str, float | None]:
     """Return the values that a training loop logs, as numbers; None stands for one that is not finite.
 
@@ -80,13 +87,6 @@ def counts(replica: int, newest: int, last: CommittedStep | None) -> bool:
     if last is None:
         return newest == 0 and replica == 0
     return replica == min(last.contributors, default=-1)
-
-
-_log = logging.getLogger(__name__)
-
-CommitCallback = TypeVar("CommitCallback", bound=OnCommit)
-RejoinCallback = TypeVar("RejoinCallback", bound=OnRejoin)
-LeaveCallback = TypeVar("LeaveCallback", bound=OnLeave)
 
 
 class UserLoop:

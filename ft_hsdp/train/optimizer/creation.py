@@ -101,15 +101,30 @@ def _warm_up(optimizer: torch.optim.Optimizer) -> None:
     total = sum(p.numel() for p in _parameters(optimizer))
     for group in optimizer.param_groups:
         for like in {(p.shape, p.dtype): p for p in _trainable(group) if isinstance(p, DTensor)}.values():
-            whole = TRIAL_COPIES * like.numel() <= total
-            trial = _trial(optimizer, {**group, "params": [like if whole else _small(like, 0)]})
-            (param,) = trial.param_groups[0]["params"]
-            if whole:
-                state = optimizer.state[like].items()
-                trial.state[param].update({k: v if v is None else torch.zeros_like(v) for k, v in state})
-            param.grad = torch.zeros_like(param)
+            failed = None
+            try:
+                if TRIAL_COPIES * like.numel() <= total:
+                    _step_copy(optimizer, group, like, optimizer.state[like])
+                    continue
+            except (
+                Exception
+            ) as error:  # of the optimizer, if a small one fails, too; else this process lacks memory
+                failed = error
             with _refusing(optimizer):
-                trial.step()
+                _step_copy(optimizer, group, _small(like, 0), {})
+            if failed is not None:
+                raise failed
+
+
+def _step_copy(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor, state: dict[str, Any]
+) -> None:
+    """Step a copy of a parameter with a state of zeros like its own, and a gradient of zeros."""
+    trial = _trial(optimizer, {**group, "params": [like]})
+    (param,) = trial.param_groups[0]["params"]
+    trial.state[param].update({k: v if v is None else torch.zeros_like(v) for k, v in state.items()})
+    param.grad = torch.zeros_like(param)
+    trial.step()
 
 
 def _check_loaded(optimizer: torch.optim.Optimizer, state: dict[str, Any], keys: list[str]) -> None:

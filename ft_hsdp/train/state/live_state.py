@@ -51,7 +51,7 @@ from ft_hsdp.train.state.packing import as_bytes, local, pack, state_digest, unp
 Pieces = list[tuple[int, int, int]]  # (index of the tensor, begin, end) in bytes of the rank's shard of it
 
 
-def pieces(
+def lane_pieces(
     plan: LanePlan,
     shapes: Sequence[tuple[int, ...] | None],
     sizes: Sequence[tuple[int, int]],
@@ -80,7 +80,7 @@ def pieces(
     return list(found.values())
 
 
-def digest(step: int, mine: Pieces, shards: Sequence[torch.Tensor], more: bytes) -> str:
+def lane_digest(step: int, mine: Pieces, shards: Sequence[torch.Tensor], more: bytes) -> str:
     """Return the xxh3-128 of the slice of a lane that is compared after ``step`` steps, in hex."""
     hashed, place = xxhash.xxh3_128(), 0
     begin, end = state_id.slice_bounds(sum(b - a for _, a, b in mine), step)
@@ -358,12 +358,12 @@ class LiveState:
             cut = [isinstance(t, DTensor) and t.placements == (Shard(0),) for t in tensors]
             shapes = [tuple(t.shape) if by_rows else None for t, by_rows in zip(tensors, cut, strict=True)]
             sizes = [(t.numel() * t.element_size(), t.element_size()) for t in shards]
-            self._lane_pieces = plan, pieces(plan, shapes, sizes, self._ranks, self._rank)
+            self._lane_pieces = plan, lane_pieces(plan, shapes, sizes, self._ranks, self._rank)
         held = [as_bytes(shard) for shard in shards]
         more = [self._user.encoded if lane.ring.number == 0 else b"" for lane in plan.lanes]
         both = zip(self._lane_pieces[1], more, strict=True)
         with self._reading():
-            return [digest(self.state.step, mine, held, user) for mine, user in both]
+            return [lane_digest(self.state.step, mine, held, user) for mine, user in both]
 
     def _pieces(self, state: StateId) -> tuple[tuple[int, int, int], ...]:
         return within(self.layout, *state_id.slice_bounds(self.layout.nbytes, state.step))

@@ -12,6 +12,7 @@ from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import MAX_COUNT, RankBeat, Telemetry
 from lighthouse.http.rate_limits import STREAMS, TooMany
 from lighthouse.journal import journal as module
+from lighthouse.journal import subscribers
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase, SqliteDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.journal.row_checks import MAX_REASON, MAX_ROW, units_of
@@ -426,7 +427,7 @@ async def test_a_follower_that_falls_behind_reads_from_the_database_and_loses_no
     slow = journal.subscribers.follow(0)
     journal.note([event("First")])
     assert (await anext(slow))[0] == 1
-    rows = 3 * module.KEPT
+    rows = 3 * subscribers.KEPT
     journal.note([event(f"E{n}") for n in range(rows)])
     journal.note([event("Last")])
     assert await collect(slow, rows + 1) == list(range(2, rows + 3))
@@ -437,11 +438,11 @@ async def test_rows_that_the_disk_lost_are_skipped_by_who_reads_from_it():
     journal = make(database)
     journal.note([event("A")])
     database.full = True
-    journal.note([event(f"E{n}") for n in range(3 * module.KEPT)])
+    journal.note([event(f"E{n}") for n in range(3 * subscribers.KEPT)])
     database.full = False
     journal.note([event("B")])
     rows = journal.subscribers.follow(0)
-    found = await collect(rows, 1 + module.KEPT + 1)
+    found = await collect(rows, 1 + subscribers.KEPT + 1)
     assert found[0] == 1
     assert found == sorted(set(found))
     assert found[-1] == database.last
@@ -536,7 +537,7 @@ def test_memory_stays_bounded_over_many_rows(journal):
         tell(journal, commits=(commit_row(step, lineage=f"{n:x}", epoch=n // 100),))
     assert len(journal._known) == module.KNOWN
     remembered = journal.subscribers
-    assert len(remembered._kept) <= 2 * module.KEPT
+    assert len(remembered._kept) <= 2 * subscribers.KEPT
 
 
 async def test_a_flood_of_one_message_does_not_wait_in_memory(journal):

@@ -8,7 +8,8 @@ import httpx
 from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.http_proof import HEADER, NONE, SCHEME, SignedRequest, keys_of
 from ft_hsdp.secret import worker_token
-from lighthouse.http.access import CHALLENGE_S, Keys, RequestGate
+from lighthouse.http.access import Keys, RequestGate
+from lighthouse.http.proofs import CHALLENGE_S
 from lighthouse.http.rate_limits import Rates
 from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN
 
