@@ -6,6 +6,7 @@ import ctypes
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -111,11 +112,13 @@ class HostStream:
     def launch(self, call: Callable[[], None]) -> None:
         """Enqueue a kernel; `call` launches it."""
 
-        def locked() -> None:
-            with self._interpreter:
-                call()
+        self._queue.put(partial(self.alone, call))
 
-        self._queue.put(locked)
+    @classmethod
+    def alone(cls, call: Callable[[], None]) -> None:
+        """Interpret a kernel on this thread; blocks until no other one of this process is interpreted."""
+        with cls._interpreter:
+            call()
 
     def check(self) -> None:
         """Raise the error of a kernel, if one has failed."""

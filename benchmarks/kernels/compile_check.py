@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from benchmarks.kernels.stepped import kernel
-from ftar_kernels import handshake
+from ftar_kernels import handshake, summary
 from ftar_kernels.flags import FlagPage, host_buffer
 from ftar_kernels.persistent import persistent_kernel
 from ftar_kernels.reduce_copy import BLOCK_BYTES, OPTIONS, WARPS, shape
@@ -179,6 +179,38 @@ class _NoDevice:
         return name
 
 
+def summary_problems() -> list[str]:
+    """Compile the kernels of a summary for sm_90 in all their variants, and return what is wrong with them.
+
+    None may use local memory. A digest begins where a tensor does, so it is loaded 16 bytes at a time.
+    """
+    found: list[str] = []
+    pointers = {"words": "*i32", "digests": "*i64", "squares": "*fp64", "start": "i64", "stop": "i64"}
+    for digest, square in ((True, True), (True, False), (False, True)):
+        constants = {"DIGEST": digest, "SQUARE": square, **summary.SIZES}
+        found += _summary_problems(summary.block_kernel, pointers, constants, wide=digest)
+    for dtype in ("i64", "fp64"):
+        types = {"parts": f"*{dtype}", "out": f"*{dtype}", "place": "i32", "blocks": "i32"}
+        found += _summary_problems(summary.fold_kernel, types, {"FOLD": summary.FOLD}, wide=False)
+    return found
+
+
+def _summary_problems(fn: Any, types: dict[str, str], constants: dict[str, Any], wide: bool) -> list[str]:
+    signature = {name: "constexpr" if name in constants else types[name] for name in fn.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names) if signature[name].startswith("*")
+    }
+    compiled = triton.compile(
+        ASTSource(fn, signature, constants, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": summary.WARPS},
+    )
+    usage, code = (_cuobjdump(compiled.asm["cubin"], option) for option in ("-res-usage", "-sass"))
+    name = " ".join([fn.__name__, *(k.lower() for k, v in constants.items() if v is True)])
+    problems = [("STACK:0" not in usage, "uses local memory"), (wide and "LDG.E.128" not in code, "no wide load")]
+    return [f"{name} {text}" for wrong, text in problems if wrong]
+
+
 def launch_problems() -> list[str]:
     """Launch the persistent kernel as a plane does, on a driver without a device, and return what is wrong.
 
@@ -225,7 +257,7 @@ def table(rows: list[Figures]) -> str:
 def main(arguments: list[str]) -> int:
     """Print the figures, as JSON with `--json`; return 1 if something is wrong."""
     rows = figures()
-    problems = [text for row in rows for text in row.problems()] + launch_problems()
+    problems = [text for row in rows for text in row.problems()] + summary_problems() + launch_problems()
     if "--json" in arguments:
         sys.stdout.write(json.dumps([asdict(row) for row in rows]) + "\n")
     else:

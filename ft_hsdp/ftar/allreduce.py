@@ -14,9 +14,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ class AllReduceOrder:
     key: Key
     local: Values | None  # flat [n] of this member's values; None: relay what arrives
     out: Values  # flat [n] of the same type; receives the sum; in the same pieces in all members
-    mine: Entry  # what all members learn about this one's contribution
+    # What all members learn about this one's contribution; a function is called when some of `local` was read.
+    mine: Entry | Callable[[], Entry]
     after: Any = None  # what the data plane waits for before it reads `local`; on a GPU an event
 
     def __post_init__(self) -> None:
@@ -113,7 +115,7 @@ class Exchange:
         self._small = plan.chunk * itemsize <= SMALL
         self._heads: dict[int, tuple[Entry, ...]] = {}  # operation: the entries that its first chunk brought
         self._chunks: dict[tuple[int, int], Chunk] = {}  # (operation, round): received, not yet posted
-        self._entries = {position: order.mine}
+        self._entries: dict[int, Entry] = {}  # of the others
         self.transfer = Transfer(self._framing, job, self._pipeline.frames, self._small)
 
     @property
@@ -129,7 +131,12 @@ class Exchange:
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Each member's entry in ring order; complete once `finished`."""
-        return tuple(self._entries[i] for i in range(self._members))
+        return tuple(self._mine if i == self._position else self._entries[i] for i in range(self._members))
+
+    @cached_property
+    def _mine(self) -> Entry:
+        mine = self._order.mine
+        return mine() if callable(mine) else mine
 
     def start(self) -> None:
         """Post this member's first chunks, as many as there are slots."""
@@ -200,7 +207,7 @@ class Exchange:
         """
         if self._framing.entries(number + 1, round_) == 0:
             return b""
-        return b"".join(e.pack() for e in (*self._heads.get(number, ()), self._order.mine))
+        return b"".join(e.pack() for e in (*self._heads.get(number, ()), self._mine))
 
 
 SWITCH_S = 1e-5  # the interpreter's switch interval during an all-reduce

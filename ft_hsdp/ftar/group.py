@@ -286,7 +286,13 @@ class Group:
     # All-reduces, on any thread.
 
     def all_reduce(
-        self, key: Key, local: Values | None, out: Values, mine: Entry, after: Any = None, lane: int | None = None
+        self,
+        key: Key,
+        local: Values | None,
+        out: Values,
+        mine: Entry | Callable[[], Entry],
+        after: Any = None,
+        lane: int | None = None,
     ) -> Work:
         """Queue the sum of `local` over the ring of `key.epoch`. Any thread; does not block.
 
@@ -299,7 +305,8 @@ class Group:
                 never written.
             out: flat and contiguous, [n], of the same type: receives the sum; may be `local`. Its pieces, if there
                 are several, have the same sizes in all members.
-            mine: what all members learn about this one's contribution.
+            mine: what all members learn about this one's contribution. A function is called on the engine's
+                thread, when some of `local` has been read.
             after: what the data plane waits for before it reads `local`; on a GPU an event.
             lane: number of the lane; None: the only one.
 

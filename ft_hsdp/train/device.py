@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,10 @@ from ft_hsdp.ftar.transport.arena import Arena
 
 if TYPE_CHECKING:
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane
+
+Summarize = Callable[[torch.Tensor, Sequence[tuple[int, int]]], Callable[[], tuple[str, list[float]]]]
+"""Begins to look at a flat tensor on a device, on the current stream. Returns what waits for the findings: the
+digest of all, and the sum of squares of each span of elements, as fp32."""
 
 # A kernel that is loaded on its first launch waits for those that spin; streams that share a queue do too.
 _CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -125,9 +129,31 @@ def device_plane(device: torch.device, arena: Arena, settings: RingSettings, lar
     return plane
 
 
+def device_summaries(device: torch.device) -> Summarize | None:
+    """Return what looks at tensors on ``device``, with its kernels loaded; None on a CPU. Blocks meanwhile."""
+    if device.type == "cpu":
+        return None
+    from ftar_kernels.summary import summarize  # triton is not needed elsewhere
+
+    for spans in ((0, 2),), ((0, 1),):  # which takes all kernels
+        summarize(torch.zeros(2, device=device), spans)()
+    return summarize
+
+
 def written(tensor: torch.Tensor) -> torch.cuda.Event | None:
     """Return what to wait for before another stream reads ``tensor``: the current stream's work; None on a CPU."""
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+def told(number: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of one element in host memory, which has its value when the device has come so far.
+
+    Does not block: the current stream copies it. Whoever reads it has heard of later work of that stream.
+    """
+    value = number.detach().reshape(())
+    if not value.is_cuda:
+        return value.clone()
+    return torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
 
 
 def read_here(tensor: torch.Tensor) -> None:
@@ -157,6 +183,16 @@ def reading(device: torch.device, after: torch.cuda.Event | None) -> Iterator[No
     stream.synchronize()
 
 
+@contextlib.contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Work within a ``with`` block on a stream before all others, which waits for none; nothing on a CPU."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.cuda.stream(_first(device)):
+        yield
+
+
 def finish(device: torch.device) -> None:
     """Block until the device has done all that this thread's current stream holds; nothing on a CPU."""
     if device.type == "cuda":
@@ -174,3 +210,8 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+@cache
+def _first(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
-import xxhash
 
 from ft_hsdp import fault_injection
-from ft_hsdp.core import state_id
-from ft_hsdp.core.commit import AttemptId, Contribution, LaneVote, Vote
+from ft_hsdp.core.commit import AttemptId, Contribution, Vote
 from ft_hsdp.core.effects import Reduce
 from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.units import Places, size
@@ -33,13 +30,11 @@ from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group
 from ft_hsdp.ftar.pieces import pieced
 from ft_hsdp.state.pacing import SpanMeter
-from ft_hsdp.train.device import finish, on_host, written
-from ft_hsdp.train.lanes import GradientLanes, LanePart, LanePlan, Spans
-from ft_hsdp.train.optimizer.clipping import square_sum
+from ft_hsdp.train.device import Summarize, finish, on_host, written
+from ft_hsdp.train.lanes import GradientLanes, LanePlan
+from ft_hsdp.train.votes import Looked, lane_votes, look, usable
 
 CPU = torch.device("cpu")
-LARGEST = torch.finfo(torch.float32).max
-SURE_NORM = 1e18  # its square is far below LARGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +56,16 @@ class Traffic:
 class Local:
     flat: torch.Tensor  # fp32 [numel]
     contributions: tuple[Contribution, ...]  # what is in it, with this rank's weights
-    poisoned: bool  # it is not usable: it does not count, and the vote says so
+    # Both are to be called when it is complete.
+    loss: Callable[[], float]
+    usable: Callable[[], bool]  # if not, it does not count, and the vote says so
     after: torch.cuda.Event | None  # when it is complete; None: it is
+
+    def entry(self, replica: int) -> Entry:
+        """Return what all members are told of it. The engine asks when the data plane has read some of it."""
+        loss = self.loss()
+        said = tuple(replace(each, loss=loss) for each in self.contributions)
+        return Entry(replica, said, not self.usable())
 
 
 @dataclass(eq=False)
@@ -81,6 +84,7 @@ class Reducer:
     # state; called on FTAR's thread.
     checked: Callable[[str, LanePlan], Sequence[str]] = lambda prev, plan: ()
     meter: SpanMeter = field(default_factory=SpanMeter)  # told when the ring is used
+    _summarize: Summarize | None = None  # looks at sums on the device
     _metered: bool = False  # the meter was told that the ring is used
     # By bucket: what is in it after each part of the step. An attempt takes the first one with the units that
     # it asks for, so all ranks take the same one.
@@ -93,7 +97,7 @@ class Reducer:
     # The attempt whose works may still use `_out` and `_parts`, also after `cancel`; None: all have ended.
     _using: AttemptId | None = None
     _missing: int = 0  # all-reduces of it that have not ended
-    _results: list[tuple[int, int, AllReduceResult]] = field(default_factory=list)  # (bucket, lane, result)
+    _results: list[tuple[Looked, AllReduceResult]] = field(default_factory=list)
     _out: list[torch.Tensor] | None = None  # the sums, one for each bucket
     _began: float = 0.0  # the first all-reduce of the attempt
     _idle_since: float | None = None  # the first bucket is here, the order is not
@@ -115,13 +119,20 @@ class Reducer:
             self._locals.clear()
             self._idle_since, self._held_up = None, 0.0
 
-    def ready(self, bucket: int, flat: torch.Tensor, contributions: tuple[Contribution, ...]) -> None:
+    def ready(
+        self,
+        bucket: int,
+        flat: torch.Tensor,
+        contributions: tuple[Contribution, ...],
+        loss: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """Take the local gradient of a bucket, or more of it, which is added; does not block.
 
         Args:
             flat: The rank's shard of it, fp32 [numel]; not to be written from now on, until it is reduced.
-            contributions: All that is in the bucket now, with this rank's weights; the loss goes into the commit
-                record.
+            contributions: All that is in the bucket now, with this rank's weights.
+            loss: Returns their mean loss when the gradient is complete. That of the last bucket goes into the
+                commit record.
 
         Raises:
             ValueError: The shard has another size than planned.
@@ -133,10 +144,9 @@ class Reducer:
         before = self._locals.get(bucket)
         if before is not None:
             flat = before[-1].flat + flat  # not in place: an attempt may read what was here
-        after = written(flat)
-        poisoned = not usable(flat)
+        judge = usable(flat)
         with self._lock:
-            self._locals.setdefault(bucket, []).append(Local(flat, contributions, poisoned, after))
+            self._locals.setdefault(bucket, []).append(Local(flat, contributions, loss, judge, written(flat)))
             self._time()
             self._pump()
 
@@ -261,7 +271,7 @@ class Reducer:
             self._parts[key] = self._group.arena.empty(numel)
         return self._parts[key]
 
-    def _mine(self, order: Reduce, bucket: int) -> tuple[Entry | None, Local | None]:
+    def _mine(self, order: Reduce, bucket: int) -> tuple[Entry | Callable[[], Entry] | None, Local | None]:
         """Return this rank's entry and local gradient for a bucket; None twice while the gradient is not whole."""
         if order.role != "contribute":
             return Entry(self._replica), None
@@ -272,7 +282,7 @@ class Reducer:
         local = next((x for x in self._locals[bucket] if sum(c.units for c in x.contributions) >= due), None)
         if local is None:
             return None, None
-        return Entry(self._replica, local.contributions, local.poisoned), local
+        return partial(local.entry, self._replica), local
 
     # FTAR's thread.
 
@@ -285,82 +295,29 @@ class Reducer:
             self._group.crashed(f"the vote on step {fence.step} failed", error)
 
     def _count(self, fence: AttemptId, bucket: int, place: int, result: AllReduceResult) -> None:
+        ended = time.monotonic()
+        with self._lock:
+            order, plan = self._order, self._plan
+        if order is None or order.fence != fence:
+            return
+        numbers = look(plan.lanes[place].parts[bucket], pieced(result.out).pieces, self._summarize)
         with self._lock:
             if self._order is None or self._order.fence != fence:
                 return
-            self._results.append((bucket, place, result))
+            self._results.append((Looked(bucket, place, result.entries, numbers), result))
             self._missing -= 1
             if self._missing:
                 return
-            out, results, prev, plan = self._out, list(self._results), self._order.prev, self._plan
+            out, results = self._out, list(self._results)
             self._note(used=False)
         assert out is not None
-        plan.scatter(results, out)
-        now = time.monotonic()
-        sent = sum(r.bytes_sent for _, _, r in results)
-        self.traffic = Traffic(sent, now - self._began, now, self._held_up)
-        poisoned = tuple(sorted({e.replica for _, _, r in results for e in r.entries if e.poisoned}))
-        sums = lane_votes(plan, results, self.checked(prev, plan))
+        plan.scatter([(each.bucket, each.lane, summed.out) for each, summed in results], out)
+        sent = sum(summed.bytes_sent for _, summed in results)
+        self.traffic = Traffic(sent, ended - self._began, ended, self._held_up)
+        poisoned = tuple(sorted({e.replica for each, _ in results for e in each.entries if e.poisoned}))
+        sums = lane_votes(plan, (each for each, _ in results), self.checked(order.prev, plan))
         vote = Vote.on(self._rank, fence, sums, poisoned)
         with self._lock:
             if self._using == fence:  # only now: this thread, too, has used the memory until here
                 self._using = None
         self._voted(vote)
-
-
-def lane_votes(
-    plan: LanePlan, results: Sequence[tuple[int, int, AllReduceResult]], state_digests: Sequence[str]
-) -> tuple[LaneVote, ...]:
-    """Return what a rank votes on each of its lanes: all that counts is the same at the lane's members.
-
-    Args:
-        results: Of all works: (bucket, place of the lane, result).
-        state_digests: Of each lane, of what it has of the base state; (): it is not held.
-    """
-    votes: list[LaneVote] = []
-    for place, lane in enumerate(plan.lanes):
-        mine = sorted(((bucket, r) for bucket, at, r in results if at == place), key=lambda each: each[0])
-        digest, square = judged((lane.parts[bucket], pieced(r.out).pieces) for bucket, r in mine)
-        said = contributions([r for _, r in mine])
-        state_digest = state_digests[place] if state_digests else ""
-        votes.append(LaneVote(lane.ring.number, lane.ring.owners, digest, square, said, state_digest))
-    return tuple(votes)
-
-
-def judged(sums: Iterable[tuple[LanePart, Sequence[torch.Tensor]]]) -> tuple[str, float]:
-    """Return the digest of a lane's sums, and the sum of squares of what counts in the norm."""
-    shards: list[torch.Tensor] = []
-    counted: list[Spans] = []
-    for part, pieces in sums:
-        shards += [on_host(piece) for piece in pieces]
-        counted += part.counted
-    return state_id.digest([checksum(shard) for shard in shards]), sum_of_squares(shards, counted)
-
-
-def contributions(results: Sequence[AllReduceResult]) -> tuple[Contribution, ...]:
-    """Return who put what into the sums; () if the buckets disagree, so that the vote cannot pass."""
-    said = [[c for e in sorted(r.entries, key=lambda e: e.replica) for c in e.contributions] for r in results]
-    alike = {tuple(replace(c, loss=0.0) for c in each) for each in said}
-    return tuple(said[-1]) if len(alike) == 1 else ()
-
-
-def usable(flat: torch.Tensor) -> bool:
-    """Return whether a gradient is finite, and so are its squares in fp32, which an optimizer keeps.
-
-    A norm in fp32 is enough far below the limit; near it, devices differ in when it overflows, and fp64 decides.
-    """
-    norm = float(torch.linalg.vector_norm(flat))
-    if norm < SURE_NORM:
-        return True
-    return float(square_sum(flat)) <= LARGEST
-
-
-def checksum(tensor: torch.Tensor) -> str:
-    array: Any = tensor.numpy()
-    return xxhash.xxh3_128_hexdigest(memoryview(array).cast("B"))
-
-
-def sum_of_squares(shards: Sequence[torch.Tensor], counted: Sequence[Spans]) -> float:
-    """Return the sum of squares of what counts in a rank's shards, in fp64, added bucket by bucket."""
-    parts = (shard[a:b] for shard, spans in zip(shards, counted, strict=False) for a, b in spans)
-    return sum(float(square_sum(part)) for part in parts)

@@ -29,7 +29,6 @@ from ft_hsdp.config import Config
 from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Grant
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.connections import LaneRing
 from ft_hsdp.ftar.pieces import PiecedTensor, Values, pieced
 from ft_hsdp.memory.lanes import RowLane, lanes, without_rows
@@ -162,13 +161,13 @@ class LanePlan:
     def works(self) -> int:
         return sum(len(self.of(bucket)) for bucket in range(self.buckets))
 
-    def scatter(self, results: Sequence[tuple[int, int, AllReduceResult]], out: Sequence[torch.Tensor]) -> None:
-        """Put the sums of all parts where they belong."""
+    def scatter(self, sums: Sequence[tuple[int, int, Values]], out: Sequence[torch.Tensor]) -> None:
+        """Put all sums, of (bucket, place of the lane, values), where they belong."""
         for bucket, flat in enumerate(out):
             if all(lane.parts[bucket].whole for lane in self.lanes):
                 flat.zero_()
-        for bucket, place, result in results:
-            self.lanes[place].parts[bucket].scatter(result.out, out[bucket])
+        for bucket, place, values in sums:
+            self.lanes[place].parts[bucket].scatter(values, out[bucket])
 
 
 def one_lane(ring: LaneRing, sizes: Sequence[int], counted: Sequence[Spans] | None = None) -> LanePlan:

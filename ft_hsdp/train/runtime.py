@@ -64,7 +64,7 @@ from ft_hsdp.protocol import (
     RingAbort,
 )
 from ft_hsdp.state.replica_group import ReplicaGroup
-from ft_hsdp.train.device import device_plane, numerics
+from ft_hsdp.train.device import device_plane, device_summaries, numerics
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name
@@ -391,6 +391,7 @@ class RankRuntime:
             self._device,
             self._compared,
             self.spans.meter,
+            device_summaries(self._device),
         )
         self._orders = OrderHandler(
             identity.replica,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from ft_hsdp.core.units import Places
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.train.data.prefetch import Reader, count_tokens, move
 from ft_hsdp.train.data.step_plan import MicroBatch, StepPlan, TrainedMicroBatch
+from ft_hsdp.train.device import told
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
 from ft_hsdp.train.fsdp.frozen import ways
 from ft_hsdp.train.fsdp.moving_buffers import AT_COMMIT, KEY, WHEN
@@ -145,7 +146,7 @@ class StepDriver:
             return output
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
         if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
-            current.loss = float(loss.detach())
+            current.loss = told(loss)
         return weighed(output, current.scale, self._model.expert_parallel) if self._weighs else output
 
     def ready(self, bucket: int, flat: torch.Tensor) -> None:
@@ -161,7 +162,7 @@ class StepDriver:
         if bucket == len(self._model.sizes) - 1:
             self._last_bucket = flat
         else:
-            runtime.reducer.ready(bucket, flat, contributions)
+            runtime.reducer.ready(bucket, flat, contributions, self.plan.loss())
         runtime.moved()
 
     # One step.
@@ -245,7 +246,7 @@ class StepDriver:
         contributions = plan.contributions(self.replica)
         for bucket, numel in enumerate(self._model.sizes):
             nothing = torch.full((numel,), math.nan, device=self._device)
-            runtime.reducer.ready(bucket, nothing, contributions)
+            runtime.reducer.ready(bucket, nothing, contributions, plan.loss())
         runtime.moved()
         self._conclude(plan)
 
@@ -305,6 +306,7 @@ class StepDriver:
         self._model.finish(self.replica)
         self._taken = True
         self._hand_over(plan)
+        self._model.check_gradients()
         return self._conclude(plan)
 
     def _conclude(self, plan: StepPlan) -> bool:
@@ -366,7 +368,7 @@ class StepDriver:
         flat, self._last_bucket = self._last_bucket, None
         if flat is not None:
             last = len(self._model.sizes) - 1
-            self.here.runtime.reducer.ready(last, flat, plan.contributions(self.replica))
+            self.here.runtime.reducer.ready(last, flat, plan.contributions(self.replica), plan.loss())
 
     def carry_out(
         self, order: ApplyOrder | DropGradient | LoadOrder | Reduce | WriteCheckpoint, waited_s: float = 0.0
@@ -480,10 +482,10 @@ def _named(at: MicroBatch) -> str:
     return f"batch {at.index} of data shard {at.shard} (unit {at.unit})"
 
 
-def scalar(loss: object) -> float:
-    """Return the loss that the user's loop has given."""
+def scalar(loss: object) -> SupportsFloat:
+    """Return the loss that the user's loop has given; a tensor may be on its way to host memory."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex():
-        return float(loss.detach())
+        return told(loss)
     if isinstance(loss, int | float) and not isinstance(loss, bool):
         return float(loss)
     shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else loss

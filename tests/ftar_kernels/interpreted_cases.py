@@ -13,6 +13,7 @@ from ftar_kernels.flags import Command, FlagPage, Status, host_buffer
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import Aborted, Expired, StagedPlane, Stuck
 from ftar_kernels.streams import HostStream
+from ftar_kernels.summary import BLOCK, reference, summarize
 from tests.support.waiting import until
 
 CPU = torch.device("cpu")
@@ -239,3 +240,33 @@ def test_words_of_different_writers_share_no_cache_line():
     assert len(set(lines)) == 5
     assert page.words.data_ptr() % 128 == 0
     assert page.commands.data_ptr() == page.words.data_ptr() + 5 * 128
+
+
+@pytest.mark.parametrize("size", [1, 4097, BLOCK + 1, 2 * BLOCK + 5])
+def test_a_summary_equals_the_reference_wherever_the_values_lie(size):
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    found = summarize(values, ((0, size),))()
+    assert found[0] == reference(values, ())[0]
+    assert found[1] == pytest.approx(reference(values, ((0, size),))[1], rel=1e-14)
+    assert summarize(torch.cat([torch.zeros(3), values])[3:], ((0, size),))() == found
+
+
+def test_a_summary_of_spans_leaves_out_the_rest():
+    values = torch.arange(1000.0)
+    digest, squares = summarize(values, ((0, 3), (10, 10), (998, 1000)))()
+    assert (digest, squares) == (reference(values, ())[0], [5.0, 0.0, 998.0**2 + 999.0**2])
+    assert summarize(values, ())() == (digest, [])
+
+
+def test_a_digest_tells_a_changed_bit_a_swap_and_a_place():
+    values = torch.randn(BLOCK + 9)
+    swapped, moved = values.clone(), values.roll(1)
+    swapped[[3, BLOCK + 3]] = values[[BLOCK + 3, 3]]
+    found = {summarize(each, ())()[0] for each in (values, swapped, moved, values[:-1])}
+    for place in (0, BLOCK - 1, BLOCK + 8):
+        for bit in (0, 17, 31):
+            flipped = values.clone()
+            flipped.view(torch.int32)[place] ^= torch.tensor(1 << bit).to(torch.int32)
+            found.add(summarize(flipped, ())()[0])
+    assert len(found) == 4 + 9
+    assert summarize(torch.tensor([0.0]), ())() != summarize(torch.tensor([-0.0]), ())()

@@ -36,6 +36,16 @@ def test_a_kernel_that_does_not_know_where_a_block_begins_is_found():
     ]
 
 
+def test_a_summary_reads_16_bytes_at_a_time(monkeypatch):
+    assert compile_check.summary_problems() == []
+    monkeypatch.setattr(compile_check.summary, "PART", 128)
+    monkeypatch.setitem(compile_check.summary.SIZES, "PART", 128)
+    assert compile_check.summary_problems() == [
+        "block_kernel digest square no wide load",
+        "block_kernel digest no wide load",
+    ]
+
+
 def test_a_launch_has_one_variant_of_each_type():
     assert compile_check.launch_problems() == []
 

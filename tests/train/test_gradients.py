@@ -1,5 +1,6 @@
 import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -18,8 +19,9 @@ from ft_hsdp.ftar.connections import LaneRing
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.train import gradients as reducing
-from ft_hsdp.train.gradients import Feeding, Reducer, checksum, contributions, sum_of_squares, usable
+from ft_hsdp.train.gradients import Feeding, Reducer
 from ft_hsdp.train.lanes import GradientLanes, LanePlan, one_lane
+from ft_hsdp.train.votes import checksum, contributions, judged, look, usable
 from tests.support.train.meter import Meter
 
 SIZES = (3, 5, 2)
@@ -35,11 +37,12 @@ class Op:
         key: Key,
         local: torch.Tensor | None,
         out: torch.Tensor,
-        mine: Entry,
+        mine: Entry | Callable[[], Entry],
         after: object = None,
         lane: int | None = None,
     ) -> None:
-        self.key, self.local, self.out, self.mine = key, local, out, mine
+        self.key, self.local, self.out = key, local, out
+        self.mine = mine() if callable(mine) else mine
         assert after is None  # tensors on the CPU are complete
         assert lane in (None, 1)
         self.work: Future[AllReduceResult] = Future()
@@ -97,7 +100,7 @@ class Scene:
     def ready(self, *buckets: int, scale: float = 1.0) -> dict[int, torch.Tensor]:
         flats = {b: torch.arange(SIZES[b], dtype=torch.float32) * scale + b for b in buckets}
         for b, flat in flats.items():
-            self.reducer.ready(b, flat, MINE)
+            self.reducer.ready(b, flat, MINE, lambda: 1.5)
         return flats
 
     def fed(self) -> AttemptId:
@@ -196,8 +199,10 @@ def test_only_gradients_that_are_here_wait_for_an_order(monkeypatch) -> None:
 
 def test_what_does_not_count_in_the_norm_is_left_out() -> None:
     shards = [torch.arange(4.0), torch.arange(3.0), torch.full((2,), 100.0)]
-    assert sum_of_squares(shards, [((0, 2), (3, 4)), ()]) == pytest.approx(1 + 9)
-    assert sum_of_squares(shards, [((0, 4),), ((1, 3),)]) == pytest.approx(14 + 5)
+    for counted, expected in (([((0, 2), (3, 4)), ()], 1 + 9), ([((0, 4),), ((1, 3),)], 14 + 5)):
+        (lane,) = one_lane(LaneRing(1, "layout"), (4, 3, 2), counted).lanes
+        numbers = [look(part, [shard], None)() for part, shard in zip(lane.parts, shards, strict=True)]
+        assert judged(numbers)[1] == pytest.approx(expected)
 
 
 def test_the_vote_is_about_what_was_reduced(s: Scene) -> None:
@@ -254,7 +259,7 @@ def test_more_units_are_added_to_the_gradient_before_it_goes(begun: str) -> None
     more = (*MINE, Contribution(0, 1, 0, 8, 1.5, part=1))
     second = {b: flat * 3 + 1 for b, flat in first.items()}
     for b in (1, 0, 2):
-        s.reducer.ready(b, second[b], more)
+        s.reducer.ready(b, second[b], more, lambda: 1.5)
     again = s.group.ops[len(sent) :]
     assert [op.key.bucket for op in again] == [0, 1, 2]
     for op in again:
@@ -270,7 +275,7 @@ def test_an_order_for_fewer_units_takes_the_part_that_has_them() -> None:
     s.open()
     first = s.ready(0, 1, 2)
     more = (*MINE, Contribution(0, 1, 0, 8, 1.5, part=1))
-    s.reducer.ready(0, torch.ones(SIZES[0]), more)
+    s.reducer.ready(0, torch.ones(SIZES[0]), more, lambda: 1.5)
     s.begin(epoch=3, places=((0, 1),))
     assert [op.mine.contributions for op in s.group.ops] == [MINE] * 3
     assert all(op.local is first[op.key.bucket] for op in s.group.ops)
@@ -292,7 +297,7 @@ def test_what_is_trained_beyond_the_order_counts_too() -> None:
     s.open()
     more = (replace(MINE[0], units=3, weight=3),)
     for b in range(3):
-        s.reducer.ready(b, torch.ones(SIZES[b]), more)
+        s.reducer.ready(b, torch.ones(SIZES[b]), more, lambda: 1.5)
     s.begin(places=((0, 2),))
     assert [op.mine.contributions for op in s.group.ops] == [more] * 3
 
@@ -357,9 +362,9 @@ def test_a_gradient_that_is_not_finite_is_flagged(s: Scene, bad: float) -> None:
 )
 def test_a_gradient_is_usable_while_its_squares_are_finite_in_fp32(norm: float, expected: bool) -> None:
     """However the norm is computed: in one piece, or as the sum of many small squares."""
-    assert usable(torch.tensor([0.0, norm])) is expected
+    assert usable(torch.tensor([0.0, norm]))() is expected
     many = torch.full((4096,), norm / 64)
-    assert usable(many) is expected
+    assert usable(many)() is expected
     assert not expected or bool(torch.isfinite(many * many).all())
 
 
@@ -393,14 +398,10 @@ def test_a_bucket_of_another_size_is_a_programmers_error(s: Scene) -> None:
 
 
 def test_buckets_that_disagree_have_no_contributors() -> None:
-    one = AllReduceResult(torch.empty(0), (Entry(0, (Contribution(0, 1, 0, 7, 1.0),)), OTHER), 0)
-    for other in (
-        AllReduceResult(torch.empty(0), (Entry(0, (Contribution(0, 1, 0, 8, 1.0),)), OTHER), 0),
-        AllReduceResult(torch.empty(0), (Entry(0), OTHER), 0),
-        AllReduceResult(torch.empty(0), (OTHER,), 0),
-    ):
+    one = (Entry(0, (Contribution(0, 1, 0, 7, 1.0),)), OTHER)
+    for other in ((Entry(0, (Contribution(0, 1, 0, 8, 1.0),)), OTHER), (Entry(0), OTHER), (OTHER,)):
         assert contributions([one, other]) == ()
-    swapped = AllReduceResult(torch.empty(0), (OTHER, Entry(0, (Contribution(0, 1, 0, 7, 3.0),))), 0)
+    swapped = (OTHER, Entry(0, (Contribution(0, 1, 0, 7, 3.0),)))
     got = contributions([one, swapped])
     assert got == (Contribution(0, 1, 0, 7, 3.0), Contribution(1, 1, 1, 40, 2.0)), "losses are the last bucket's"
 

@@ -25,13 +25,13 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import dcp
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
-from ft_hsdp.train.gradients import checksum, sum_of_squares
-from ft_hsdp.train.optimizer.clipping import clip_groups
+from ft_hsdp.train.optimizer.clipping import clip_groups, square_sum
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.packing import pack
 from ft_hsdp.train.step_driver import scalar
+from ft_hsdp.train.votes import checksum
 from tests.support.forked import of_kinds
 from tests.support.state.parallel_models import (
     VOCABULARY,
@@ -136,11 +136,12 @@ def train(kind: Kind) -> dict[str, Any]:
         for each in range(data_ranks):
             wanted = loss(plain, step * data_ranks + each)
             if each == dist.get_rank() // kind.ranks_per_unit:
-                worst["loss"] = max(worst["loss"], abs(scalar(got) - scalar(wanted)))
+                worst["loss"] = max(worst["loss"], abs(float(scalar(got)) - float(scalar(wanted))))
             (wanted / data_ranks).backward()
         right = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
         squares: list[float] = [0.0] * RANKS
-        dist.all_gather_object(squares, sum_of_squares(flats, live.counted))
+        parts = [flat[a:b] for flat, spans in zip(flats, live.counted, strict=False) for a, b in spans]
+        dist.all_gather_object(squares, sum(float(square_sum(part)) for part in parts))
         worst["norm"] = max(worst["norm"], abs(sum(squares) ** 0.5 - float(right)))
         adopted.assign(flats)
         wanted_grads = {n: p.grad for n, p in plain.named_parameters()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
@@ -54,8 +54,10 @@ class Prefetcher(Generic[Batch]):
     read of a wrong guess is forgotten.
     """
 
-    def __init__(self, source: Source[Batch]) -> None:
+    def __init__(self, source: Source[Batch], pinned: bool = False) -> None:
+        """Begin to read; with ``pinned`` into pinned memory, from which a device copies by itself."""
         self._source = source
+        self._change = Tensor.pin_memory if pinned else None
         self._orders: SimpleQueue[tuple[MicroBatch, Future[Batch]] | None] = SimpleQueue()
         self._ahead: tuple[MicroBatch, Future[Batch]] | None = None
         self._closed = False
@@ -108,7 +110,8 @@ class Prefetcher(Generic[Batch]):
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(self._source.batch(at.shard, at.index, at.rank, at.micro))
+                batch = self._source.batch(at.shard, at.index, at.rank, at.micro)
+                future.set_result(batch if self._change is None else _mapped(self._change, batch))
             except BaseException as error:
                 future.set_exception(error)
 
@@ -117,19 +120,23 @@ def move(batch: Any, device: torch.device) -> Any:
     """Return ``batch`` with its tensors on ``device``: a tensor, or tuples, lists and mappings of them."""
     if device.type == "cpu":
         return batch
+    return _mapped(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), batch)
+
+
+def _mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=batch.is_pinned())
+        return change(batch)
     if isinstance(batch, Mapping):
-        moved = {key: move(value, device) for key, value in batch.items()}
+        moved = {key: _mapped(change, value) for key, value in batch.items()}
         if not isinstance(batch, MutableMapping):
             return moved
         same = copy.copy(batch)  # of the same class, with its other attributes
         same.update(moved)
         return same
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(item, device) for item in batch))
+        return type(batch)(*(_mapped(change, item) for item in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(move(item, device) for item in batch)
+        return type(batch)(_mapped(change, item) for item in batch)
     return batch
 
 

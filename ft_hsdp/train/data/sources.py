@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
+import torch
+
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.data.batches import Batches
@@ -52,6 +54,8 @@ def facts_of(
 class DataSources:
     """Makes the data of a job: `Job` inherits it."""
 
+    device: torch.device  # of the rank
+
     def __init__(self, config: Config, place: RankPlace) -> None:
         """Make sources for one rank.
 
@@ -84,7 +88,7 @@ class DataSources:
                 "job.loader(dataset, ...), job.stream(iterable), or what has batch(shard, index, rank, micro)"
             )
             raise ConfigError("job.batches", type(source).__name__, allowed)
-        return Prefetcher(source)
+        return Prefetcher(source, pinned=self.device.type == "cuda")
 
     def batches(self, source: Any, accumulate: int | None = None) -> Iterator[Any]:
         """Yield the batches of ``source`` that this replica has to train, ``accumulate`` in a step: `Job` does."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import SupportsFloat
 
 from ft_hsdp.core.commit import MAX_PARTS, MAX_RUNS, MAX_WEIGHT, Contribution
 from ft_hsdp.core.ledger import Ledger, Run
@@ -48,7 +49,7 @@ class TrainedMicroBatch:
     at: MicroBatch
     part: int  # how often the step's gradients were reduced inside the replica before (`Contribution.part`)
     weight: int | None = 1  # of this rank's unit; None: it is not known yet
-    loss: float = math.nan
+    loss: SupportsFloat = math.nan  # a tensor in host memory may be on its way (`train.device.told`)
     scaled: bool = False  # whether a gradient was multiplied by the weight, which is fixed from then on
 
     def weigh(self, weight: int) -> None:
@@ -143,14 +144,12 @@ class StepPlan:
         self._target = self._target[: len(self.trained) + more]
 
     def contributions(self, replica: int) -> tuple[Contribution, ...]:
-        """Return what is trained as contributions of ``replica``, with this rank's weights and loss."""
+        """Return what is trained as contributions of ``replica``, with this rank's weights, and without a loss."""
         weights = [t.known() for t in self.trained]
         for t, weight in zip(self.trained, weights, strict=True):
             if self.weighs and weight and not t.scaled:
                 allowed = "0, or a loss made of what the model's forward returned, and its backward"
                 raise ConfigError("job.weigh", weight, allowed)
-        total = sum(weights)
-        loss = sum(w * t.loss for t, w in zip(self.trained, weights, strict=True) if w) / total if total else 0.0
         runs: list[Contribution] = []
         for t, weight in zip(self.trained, weights, strict=True):
             for first, count in t.at.units:
@@ -159,8 +158,14 @@ class StepPlan:
                 if before is not None and (sum(before.run[1:]), before.part) == (first, t.part):
                     runs[-1] = replace(before, units=before.units + count, weight=before.weight + mine)
                 else:
-                    runs.append(Contribution(replica, mine, t.at.shard, first, loss, count, t.part))
+                    runs.append(Contribution(replica, mine, t.at.shard, first, 0.0, count, t.part))
         return tuple(runs)
+
+    def loss(self) -> Callable[[], float]:
+        """Return what returns the mean loss of all that is trained now, once the device has told it."""
+        known = [(t.weight, t.loss) for t in self.trained if t.weight]
+        total = sum(weight for weight, _ in known)
+        return lambda: sum(weight * float(loss) for weight, loss in known) / total if total else 0.0
 
     def _micro_batches(self, places: Places) -> list[MicroBatch]:
         places = head(places, MAX_MICRO_BATCHES * self._data_ranks)

@@ -74,24 +74,22 @@ class Bucket:
         """Hand on what is left after backward; return whether there was a gradient.
 
         Raises:
-            ConfigError: The gradient was changed since it was handed on.
             InvalidArgument: It was accumulated, and never reduced.
         """
-        if self._handed is None:
-            if self._reduced == 0 and self._group.pending():
-                raise InvalidArgument(f"{self.name} has gradients that backward did not reduce inside the replica")
-            if self._reduced == 0:  # not used by this batch
-                like = self.params[0]._local_tensor
-                self._flat = torch.zeros(self.numel, dtype=torch.float32, device=like.device)
-            self._hand_on()
-            return self._reduced > 0
+        if self._handed is not None:
+            return True
+        if self._reduced == 0 and self._group.pending():
+            raise InvalidArgument(f"{self.name} has gradients that backward did not reduce inside the replica")
+        if self._reduced == 0:  # not used by this batch
+            like = self.params[0]._local_tensor
+            self._flat = torch.zeros(self.numel, dtype=torch.float32, device=like.device)
+        self._hand_on()
+        return self._reduced > 0
+
+    def samples(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return samples of the gradients: those that were handed on, and those that are there now, if any are."""
         now = self._sample()
-        if now is not None and not torch.equal(now, self._handed):
-            allowed = (
-                "gradients as backward leaves them, until optim.step has reduced them (optim.clip clips them)"
-            )
-            raise ConfigError("gradients", f"others in {self.name} after backward", allowed)
-        return True
+        return None if now is None or self._handed is None else (self._handed, now)
 
     def _ran(self) -> None:
         self._expected += 1
@@ -330,7 +328,10 @@ class AdoptedModel:
             self.moving.begin()
 
     def finish(self, replica: int = 0) -> None:
-        """After the last backward of a step, hand on the buckets that were not, with zeros for unused ones."""
+        """After the last backward of a step, hand on the buckets that were not, with zeros for unused ones.
+
+        Does not wait for a device.
+        """
         self.check()
         reduced = [bucket.finish() for bucket in self.buckets]
         if not any(reduced):
@@ -345,6 +346,19 @@ class AdoptedModel:
             self._ready(len(self.sizes) - 1, self.moving.take(replica))
         for bucket in self.buckets:
             bucket.used.clear()
+
+    def check_gradients(self) -> None:
+        """Check that the gradients are those that were handed on. Waits for the device, once.
+
+        Raises:
+            ConfigError: They were changed since.
+        """
+        samples = [(bucket.name, both) for bucket in self.buckets if (both := bucket.samples()) is not None]
+        if not samples or torch.equal(*(torch.cat(each) for each in zip(*(s for _, s in samples), strict=True))):
+            return
+        name = next(name for name, both in samples if not torch.equal(*both))
+        allowed = "gradients as backward leaves them, until optim.step has reduced them (optim.clip clips them)"
+        raise ConfigError("gradients", f"others in {name} after backward", allowed)
 
     def _check_used(self) -> None:
         """Check that a micro-batch used all parameters: torch would not update the others, and zeros would.

@@ -36,6 +36,7 @@ from ft_hsdp.jsonl import replace_json
 from ft_hsdp.state.checkpoint.writer import CheckpointNotPublished, Header
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.data.prefetch import Reader
+from ft_hsdp.train.device import device_summaries
 from ft_hsdp.train.identity import FromEnvironment, RankPlace
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.lanes import GradientLanes, one_lane
@@ -275,7 +276,8 @@ class ReplayJob(Job):
         lanes = GradientLanes(self._adopted.rows, usual, self.ranks, self.rank)
         settings, timeouts = Settings.of(self.config), self.config.timeouts
         wait_s = timeouts.start_s + timeouts.step_s
-        return SharedLanes(lanes, recorded.widths, self.ranks, self.rank, recorded.shared, settings, wait_s)
+        place = recorded.widths, self.ranks, self.rank, recorded.shared
+        return SharedLanes(lanes, *place, settings, wait_s, device_summaries(self.device))
 
     def leave(self) -> None:
         """Do nothing: a replay ends with its last step."""

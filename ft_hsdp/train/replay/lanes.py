@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from ft_hsdp.core.ring import RingPlan, fold_order
 from ft_hsdp.errors import Retryable
 from ft_hsdp.ftar.pieces import PiecedTensor, pieced
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.train.gradients import Feeding, Traffic, judged
+from ft_hsdp.train.device import Summarize
+from ft_hsdp.train.gradients import Feeding, Traffic
 from ft_hsdp.train.lanes import GradientLanes, LanePart, OwnLane
+from ft_hsdp.train.votes import judged, look
 
 LOOK_S = 0.005  # between two looks for a file
 
@@ -82,7 +84,9 @@ class LocalGradients:
     def open(self, feeding: Feeding | None) -> None:
         self._kept.clear()
 
-    def ready(self, bucket: int, flat: Tensor, contributions: tuple[Contribution, ...]) -> None:
+    def ready(
+        self, bucket: int, flat: Tensor, contributions: tuple[Contribution, ...], loss: Callable[[], float]
+    ) -> None:
         before = self._kept.get(bucket)
         self._kept[bucket] = (flat if before is None else before[0] + flat, contributions)
 
@@ -105,6 +109,7 @@ class SharedLanes:
     _folder: Path  # where the files are; for all ranks of the replay, and for nobody else
     _settings: Settings  # of the job's rings
     _wait_s: float  # the longest wait for ranks of another width
+    _summarize: Summarize | None = None  # looks at sums on the device, as the job's ranks did
     _written: list[Path] = field(default_factory=list)  # by this rank, and perhaps not read by all others yet
 
     def give(self, record: CommitRecord, trained: Mapping[int, Sequence[Tensor]]) -> None:
@@ -129,15 +134,18 @@ class SharedLanes:
             Retryable: The ranks of another width have given nothing in time.
         """
         plan = self._lanes.plan(record.ring_widths)
-        out = [torch.zeros(size) for size in self._lanes.sizes]
+        device = next((flats[0].device for flats in trained.values()), torch.device("cpu"))
+        out = [torch.zeros(size, device=device) for size in self._lanes.sizes]
         votes: list[PartVote] = []
         for place, lane in enumerate(plan.lanes):
             theirs = self._given(record, lane) if plan.cut else trained
-            found: list[tuple[LanePart, list[Tensor]]] = []
+            found: list[tuple[list[str], list[float]]] = []
             for bucket, flat in enumerate(out):
                 for part in (part for at, _, part in plan.of(bucket) if at == place):
                     given = {replica: parts[bucket] for replica, parts in theirs.items()}
-                    found.append((part, sum_part(part, given, flat, record.ring, self._settings)))
+                    found.append(
+                        look(part, sum_part(part, given, flat, record.ring, self._settings), self._summarize)()
+                    )
             votes.append((lane.ring.number, *judged(found)))
         return out, votes
 

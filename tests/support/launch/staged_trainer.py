@@ -16,6 +16,7 @@ from ft_hsdp.launch.backend import entry
 from ft_hsdp.train import runtime
 from ft_hsdp.train.identity import IncarnationSource
 from ft_hsdp.train.job import Job
+from ft_hsdp.train.state import live_state
 
 PAUSED, PAUSE_S, SILENCE_S = 5, 12.0, 4.0  # the step before which replica 1 pauses, seconds, seconds
 
@@ -30,12 +31,16 @@ def pausing(config: Config, replica: IncarnationSource, run: Path) -> int:
                     time.sleep(PAUSE_S)
             yield batch
 
+    from ftar_kernels.summary import summarize
+
+    # A replay on the CPU has other digests.
+    runtime.device_summaries = live_state.device_summaries = lambda device: summarize
     taken, Job.batches = Job.batches, batches  # type: ignore[method-assign]
     return main(config, replica, run, SILENCE_S)
 
 
 def main(config: Config, replica: IncarnationSource, run: Path, silence_s: float = 30.0) -> int:
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    assert os.environ["TRITON_INTERPRET"] == "1", "it must be set before triton is imported"
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane
 
     def plane(device: torch.device, arena: Arena, settings: Settings, largest: int) -> GpuPlane:

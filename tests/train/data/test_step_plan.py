@@ -30,9 +30,10 @@ def test_what_is_trained_becomes_contributions_of_runs() -> None:
         steps.begin()
         steps.trained[-1].loss = loss
     assert steps.contributions(5) == (
-        Contribution(5, 2, 0, 6, 4.0, units=4),
-        Contribution(5, 1, 0, 14, 4.0, units=2),
+        Contribution(5, 2, 0, 6, units=4),
+        Contribution(5, 1, 0, 14, units=2),
     )
+    assert steps.loss()() == 4.0
 
 
 def test_with_weights_a_run_has_their_sum_and_the_loss_is_the_mean_over_them() -> None:
@@ -43,9 +44,10 @@ def test_with_weights_a_run_has_their_sum_and_the_loss_is_the_mean_over_them() -
         steps.trained[-1].loss = loss
         assert steps.trained[-1].scale() == weight
     assert steps.contributions(5) == (
-        Contribution(5, 30, 0, 6, 3.5, units=4),
-        Contribution(5, 10, 0, 14, 3.5, units=2),
+        Contribution(5, 30, 0, 6, units=4),
+        Contribution(5, 10, 0, 14, units=2),
     )
+    assert steps.loss()() == 3.5
 
 
 def test_a_step_of_which_nothing_counts_has_a_loss_that_json_knows() -> None:
@@ -53,7 +55,7 @@ def test_a_step_of_which_nothing_counts_has_a_loss_that_json_knows() -> None:
     steps.begin()
     steps.trained[-1].weigh(0)
     steps.trained[-1].loss = math.nan
-    assert steps.contributions(0) == (Contribution(0, 0, 0, 6, 0.0),)
+    assert (steps.contributions(0), steps.loss()()) == ((Contribution(0, 0, 0, 6),), 0.0)
 
 
 def test_a_weight_has_to_be_known_and_to_have_scaled_the_gradient() -> None:
