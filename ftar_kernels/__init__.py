@@ -12,12 +12,13 @@ Read the modules in this order:
     handshake      how a kernel waits for the CPU and answers it (inline assembly)
     persistent     one kernel that executes all commands of an all-reduce
     streams        where it is enqueued
+    summary        the digest and the squares of a sum, for the vote
 
 `benchmarks.kernels`, in a checkout, checks and measures all of it on a GPU.
 
 The package imports torch, triton and ft_hsdp.core.ring, which needs the standard library only, and nothing else of
-the product: the kernels can be checked on a machine that has only these. `ft_hsdp.ftar.dataplane.gpu` alone
-imports this package; the CPU path needs neither it nor triton.
+the product: the kernels can be checked on a machine that has only these. `ft_hsdp.ftar.dataplane.gpu` and
+`ft_hsdp.train.device` alone import this package; the CPU path needs neither it nor triton.
 
     plane = StagedPlane(device, recv, send)
     job = plane.open(local, out, count=1)

@@ -15,7 +15,8 @@ Read the modules in this order:
     runtime        the control loop: ring, signs of life, what goes to the leader and to the lighthouse
     rank_zero      a rank's way to its leader, the other ranks and the lighthouse; on rank 0 the leader itself
     orders         the leader's orders: carried out at once, or put into the mailbox
-    gradients      a rank's gradient through FTAR, attempt by attempt, and its vote
+    gradients      a rank's gradient through FTAR, attempt by attempt
+    votes          what the rank votes on its sums
     lanes          the parts of a gradient, if replicas have unequal numbers of ranks
     fsdp           (package) FSDP2 inside the replica, and its buckets
     state          a package: the committed state that the rank holds, and its copies in memory and on disk

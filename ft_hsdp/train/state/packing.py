@@ -7,6 +7,8 @@ state does not depend on how the state is sharded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import blake3
@@ -15,10 +17,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ft_hsdp.core import state_id
-from ft_hsdp.state.transfer.shard_manifest import Layout, RunningChecksums
+from ft_hsdp.state.transfer.shard_manifest import CHUNK_BYTES, Layout, RunningChecksums
+from ft_hsdp.train.device import written
 from ft_hsdp.train.loop.user_state import Values
 
 PIECE = 256 << 10  # bytes that are copied and hashed together, so that they are in the CPU's cache the second time
+STAGE = 4 * CHUNK_BYTES  # bytes that come from a device at once
+LANDING = 4  # threads that take over what has come: one alone is slower than the bus
 
 
 def within(layout: Layout, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
@@ -55,6 +60,8 @@ def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) 
         The checksum of each chunk (`ShardManifest.checksums`). For tensors in host memory it is computed from the
         tensors, not from the buffer, so a byte that is damaged on its way or in the buffer shows.
     """
+    if any(source.device.type != "cpu" for source in sources):
+        return pack_staged(layout, sources, buffer)
     packed: Any = buffer.numpy()
     sums = RunningChecksums()
     end = 0
@@ -62,13 +69,8 @@ def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) 
         if place.offset > end:
             _copy(np.zeros(place.offset - end, dtype=np.uint8), packed[end : place.offset], sums)
         end = place.offset + place.nbytes
-        if not place.nbytes:
-            continue
-        into, held = packed[place.offset : end], local(source)
-        if held.device.type != "cpu":
-            buffer[place.offset : end].copy_(as_bytes(held))
-            held = buffer[place.offset : end]
-        _copy(_as_array(held), into, sums)
+        if place.nbytes:
+            _copy(_as_array(local(source)), packed[place.offset : end], sums)
     _copy(np.zeros(layout.nbytes - end, dtype=np.uint8), packed[end:], sums)
     return sums.end()
 
@@ -80,6 +82,45 @@ def _copy(source: Any, target: Any, sums: RunningChecksums) -> None:
         np.copyto(target[begin : begin + len(piece)], piece)
         sums.add(piece.data)
         begin += len(piece)
+
+
+def pack_staged(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) -> tuple[str, ...]:
+    """Copy local shards into ``buffer``, as `pack` does, through pinned memory, which the device fills by itself.
+
+    Meanwhile threads take over what has come, and hash it. Reads on the current stream; blocks until all is there.
+    """
+    held = [as_bytes(local(source)) for source in sources]
+    away = next((each for each in held if each.is_cuda), held[0])
+    rooms: SimpleQueue[torch.Tensor] = SimpleQueue()
+    for _ in range(LANDING + 2):
+        rooms.put(torch.empty(min(STAGE, layout.nbytes), dtype=torch.uint8, pin_memory=away.is_cuda))
+    landed: list[Future[tuple[str, ...]]] = []
+    with ThreadPoolExecutor(LANDING, "snapshot-landing") as pool:
+        for begin in range(0, layout.nbytes, STAGE):
+            end, room, filled = min(begin + STAGE, layout.nbytes), rooms.get(), 0
+            for index, a, b in within(layout, begin, end):
+                at = layout.tensors[index].offset + a - begin
+                room[filled:at].zero_()
+                filled = at + b - a
+                room[at:filled].copy_(held[index][a:b], non_blocking=True)
+            room[filled : end - begin].zero_()
+            landed.append(pool.submit(_land, written(away), room, buffer[begin:end], rooms))
+    return tuple(each for future in landed for each in future.result())
+
+
+def _land(
+    after: torch.cuda.Event | None, room: torch.Tensor, into: torch.Tensor, rooms: SimpleQueue[torch.Tensor]
+) -> tuple[str, ...]:
+    """Take over what has come into ``room`` when it is there, and give the room back; return its checksums."""
+    try:
+        if after is not None:
+            after.synchronize()
+        source: Any = room.numpy()[: len(into)]
+        sums = RunningChecksums()
+        _copy(source, into.numpy(), sums)
+        return sums.end()
+    finally:
+        rooms.put(room)
 
 
 def unpack(layout: Layout, buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:

@@ -104,7 +104,7 @@ def test_callbacks_are_functions_and_come_before_the_first_batch(kind: str) -> N
 def told(one: OneRank) -> list[float]:
     """The loss in each bucket that the reducer got, by bucket."""
     calls = one.runtime.reducer.ready.call_args_list
-    return [call.args[2][0].loss for call in sorted(calls, key=lambda call: call.args[0])]
+    return [call.args[3]() for call in sorted(calls, key=lambda call: call.args[0])]
 
 
 def trained(one: OneRank) -> None:
