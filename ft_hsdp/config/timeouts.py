@@ -114,7 +114,7 @@ class TimeoutsConfig(Section):
     )
 
     # Between two signs of life to a neighbour.
-    beat_s: ClassVar[Derived] = Derived("silence_s", 0.1, "one late beat, or two, must not make a suspect")
+    beat_s: ClassVar[Derived] = Derived("silence_s", 0.2, "one late beat, or two, must not make a suspect")
     # For a suspect (its connection or its heartbeats ended) to ask; lost if no exit of the replica is reported.
     suspect_grace_s: ClassVar[Derived] = Derived("silence_s", 0.4, "the others have waited for a suspect already")
     # For a member that is not suspected to ask, once its ring is broken: it may only be slow.

@@ -51,7 +51,7 @@ class PhiAccrual:
 
     def __init__(self, beat_s: float, pause_s: float, now: float) -> None:
         self._pause_s = pause_s
-        self._least_s = beat_s / 2
+        self._least_s = beat_s / 4
         self._intervals: deque[float] = deque([beat_s], WINDOW)
         self.heard_at = now
 

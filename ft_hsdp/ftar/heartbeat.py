@@ -101,7 +101,7 @@ def is_stopped(pid: int, proc: Path = PROC) -> bool:
     return text.rpartition(")")[2].strip()[:1] in STOPPED
 
 
-LATE_BEATS = 2  # a timer that is this many beats late means that this process stood still
+LATE_BEATS = 1  # a timer that is this many beats late means that this process stood still
 LOAD_S = 0.5  # between two readings of the host's load
 STALL_MS = 20  # steps in which a stall is told: a heartbeat that says nothing new costs its neighbours little
 

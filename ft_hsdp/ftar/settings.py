@@ -34,7 +34,7 @@ class Settings:
     timeout_s: float = 60.0  # a member that makes no progress for so long is stuck
     pause_s: float = 0.0  # the longest pause of a training loop, for which the others wait beyond that
     connect_timeout_s: float = 5.0  # to connect to both neighbours
-    beat_s: float = 0.05  # between two heartbeats
+    beat_s: float = 0.1  # between two heartbeats
     silence_s: float = 0.5  # the shortest silence after which a member is suspected
 
     def __post_init__(self) -> None:
