@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ft_hsdp.config import Config
 
 SLOTS = 8  # chunks in flight, unless the settings say otherwise
-FEW_CORES = 2  # up to this number of cores, receiving threads cost more than they bring
+FEW_CORES = 2  # up to this number of cores, threads for connections cost more than they bring
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Settings:
     chunk_bytes: int | None = None  # S (FT-HSDP §4.2)
     chunks: int | None = None  # C: chunks in flight to a neighbour at once
     connections: int = 1  # K: data connections of an edge
-    receivers: bool | None = None  # a thread reads each connection while the engine adds
+    receivers: bool | None = None  # threads read and write each connection while the engine adds
     timeout_s: float = 60.0  # a member that makes no progress for so long is stuck
     pause_s: float = 0.0  # the longest pause of a training loop, for which the others wait beyond that
     connect_timeout_s: float = 5.0  # to connect to both neighbours
@@ -80,7 +80,7 @@ class Settings:
 
     @property
     def threaded(self) -> bool:
-        """Whether each data connection has a receiving thread.
+        """Whether threads read and write each data connection while the engine adds.
 
         With `receivers` None: if there are cores for them, for threads pay only then.
         """

@@ -63,7 +63,7 @@ class Page:
         python = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         env = {**self._env, "PATH": path, "PYTHONPATH": python}
         done = subprocess.run(
-            ["bash", "-c", command], cwd=self.folder, env=env, capture_output=True, text=True, timeout=120
+            ["bash", "-c", command], cwd=self.folder, env=env, capture_output=True, text=True, timeout=300
         )
         with (self.folder / "page.log").open("a") as log:
             log.write(f"$ {command}\n{done.stdout}{done.stderr}\n")

@@ -40,8 +40,11 @@ _Item = tuple[bytes, Tensor | None] | Remainder | Future[None] | None
 class SendLane:
     """One connection to the right neighbour. `sock` is blocking, with the kernel's deadlines set."""
 
-    def __init__(self, sock: socket.socket, slots: int, member: int, codec: InlineCodec, name: str) -> None:
+    def __init__(
+        self, sock: socket.socket, slots: int, member: int, codec: InlineCodec, name: str, threaded: bool = True
+    ) -> None:
         self._sock = sock
+        self._threaded = threaded
         # An encrypted connection sends whole records only, and blocks until it can.
         self._sealed = isinstance(sock, Sealed)
         self._slots = slots
@@ -65,12 +68,12 @@ class SendLane:
         self._failed = failed
 
     def send(self, head: bytes, payload: Tensor | None, small: bool) -> None:
-        """Queue a frame, or send it at once if it is small (or a reference) and no other is queued.
+        """Queue a frame, or send it at once if a thread does not pay for it and no other is queued.
 
         Never waits for the kernel: the caller also receives, and two neighbours that both waited for each other
         would block.
         """
-        inline = not self._sealed and (small or self._codec.by_reference)
+        inline = not self._sealed and (small or self._codec.by_reference or not self._threaded)
         if inline and self._queued == self._taken and self._error is None:
             if 2 * len(self._unanswered) >= self._slots:
                 self._answers(block=False)
@@ -214,16 +217,24 @@ class StreamSender:
         member: replica at the other end, which errors name as the suspect.
         codec: packs the payloads.
         name: prefix of the names of the threads.
+        threaded: send large chunks on threads, one for each connection; else only what the kernel does not take
+            at once.
 
     Attributes:
         frames: number of frames sent, or queued to be sent, since the connection was made.
     """
 
     def __init__(
-        self, socks: Sequence[socket.socket], slots: int, member: int, codec: InlineCodec, name: str
+        self,
+        socks: Sequence[socket.socket],
+        slots: int,
+        member: int,
+        codec: InlineCodec,
+        name: str,
+        threaded: bool = True,
     ) -> None:
         each = max(1, slots // len(socks))
-        self._lanes = [SendLane(s, each, member, codec, f"{name}-{i}") for i, s in enumerate(socks)]
+        self._lanes = [SendLane(s, each, member, codec, f"{name}-{i}", threaded) for i, s in enumerate(socks)]
         self._codec = codec
         self._turn = 0
         self.frames = 0

@@ -34,7 +34,8 @@ class Tcp:
                 connections.tune(sock, edge.settings.timeout_s)
                 await connections.present(sock, RingData(edge.ticket, lane))
             await _ready(socks, edge)
-        return StreamSender(socks, edge.settings.slots, edge.member, InlineCodec(), f"ftar-tx-{edge.member}")
+        settings, name = edge.settings, f"ftar-tx-{edge.member}"
+        return StreamSender(socks, settings.slots, edge.member, InlineCodec(), name, settings.threaded)
 
     async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> StreamReceiver:
         """Accept the K connections in the order in which the caller opens them."""
