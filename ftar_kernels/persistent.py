@@ -25,6 +25,29 @@ _OUT = tl.constexpr(8)
 
 
 @triton.jit
+def _to_targets(
+    a: tl.tensor,
+    send: tl.tensor,
+    out: tl.tensor,
+    some: tl.tensor,
+    targets: tl.tensor,
+    shift: tl.tensor,
+    end: tl.tensor,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EDGE: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Write a to where a command wants it; `send` and `out` have different types."""
+    if targets == (_SEND | _OUT):
+        chunk(a, a, send, out, send, some, shift, end, False, True, VECTOR, BLOCK, EDGE, STAGES)
+    elif targets == _SEND:
+        chunk(a, a, send, send, send, some, shift, end, False, False, VECTOR, BLOCK, EDGE, STAGES)
+    elif targets == _OUT:
+        chunk(a, a, out, out, send, some, shift, end, False, False, VECTOR, BLOCK, EDGE, STAGES)
+
+
+@triton.jit
 def execute(
     local: tl.tensor,
     out: tl.tensor,
@@ -36,7 +59,11 @@ def execute(
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Process this program's part of the command at `entry`."""
+    """Process this program's part of the command at `entry`.
+
+    Values travel in the type of `send` and `recv`. If it is that of `local` and `out`, pointers can be chosen;
+    otherwise there is code for each choice.
+    """
     mode = tl.load(entry, volatile=True)
     base = tl.load(entry + 1, volatile=True) // VECTOR * VECTOR
     shift = tl.load(entry + 2, volatile=True).to(tl.int32)
@@ -47,19 +74,29 @@ def execute(
     out += base
     sources = mode & (_RECV | _LOCAL)
     targets = mode & (_SEND | _OUT)
-    if sources == (_RECV | _LOCAL):
+    if local.dtype != recv.dtype:
+        if sources == (_RECV | _LOCAL):  # a sum that is only stored is there already, in the buffer
+            if targets == (_SEND | _OUT):
+                chunk(recv, local, send, out, send, True, shift, end, True, True, VECTOR, BLOCK, EDGE, STAGES)
+            else:
+                chunk(recv, local, send, send, send, True, shift, end, True, False, VECTOR, BLOCK, EDGE, STAGES)
+        elif sources == _RECV:
+            _to_targets(recv, send, out, True, targets, shift, end, VECTOR, BLOCK, EDGE, STAGES)
+        else:
+            _to_targets(local, send, out, sources != 0, targets, shift, end, VECTOR, BLOCK, EDGE, STAGES)
+    elif sources == (_RECV | _LOCAL):
         if targets == (_SEND | _OUT):
-            chunk(recv, local, send, out, True, shift, end, True, True, VECTOR, BLOCK, EDGE, STAGES)
+            chunk(recv, local, send, out, send, True, shift, end, True, True, VECTOR, BLOCK, EDGE, STAGES)
         else:
             dst = tl.where(targets == _SEND, send, out)
-            chunk(recv, local, dst, dst, True, shift, end, True, False, VECTOR, BLOCK, EDGE, STAGES)
+            chunk(recv, local, dst, dst, send, True, shift, end, True, False, VECTOR, BLOCK, EDGE, STAGES)
     elif targets != 0:
         src = tl.where(sources == _RECV, recv, local)
         if targets == (_SEND | _OUT):
-            chunk(src, src, send, out, sources != 0, shift, end, False, True, VECTOR, BLOCK, EDGE, STAGES)
+            chunk(src, src, send, out, send, sources != 0, shift, end, False, True, VECTOR, BLOCK, EDGE, STAGES)
         else:
             dst = tl.where(targets == _SEND, send, out)
-            chunk(src, src, dst, dst, sources != 0, shift, end, False, False, VECTOR, BLOCK, EDGE, STAGES)
+            chunk(src, src, dst, dst, send, sources != 0, shift, end, False, False, VECTOR, BLOCK, EDGE, STAGES)
 
 
 @triton.jit(do_not_specialize=["count", "silence_ns"])

@@ -89,15 +89,17 @@ class StagedPlane:
         self.stream: DeviceStream | HostStream = DeviceStream(device) if device.type == "cuda" else HostStream()
         self._job: StagedJob | None = None
 
-    def warm_up(self, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> None:
-        """Compile and load the kernels.
+    def warm_up(
+        self, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16), wire: torch.dtype | None = None
+    ) -> None:
+        """Compile and load the kernels, for values that travel as `wire`; None: as they are.
 
         Blocks. The driver loads a kernel only when the device is idle. So nothing may wait for the host meanwhile,
         neither a kernel that spins nor a stream: the command is posted before the device waits for it.
         """
         for dtype in dtypes:
             empty = torch.zeros(16, dtype=dtype, device=self.device)
-            job = self._prepare(empty, empty, 1, None)
+            job = self._prepare(empty, empty, 1, None, wire)
             job.post(Command(OperationKind.STORE, 0, 0))
             job.begin()
             deadline = time.monotonic() + 300
@@ -108,7 +110,12 @@ class StagedPlane:
             job.close(failed=False)
 
     def open(
-        self, local: Tensor | None, out: Tensor, count: int, after: torch.cuda.Event | None = None
+        self,
+        local: Tensor | None,
+        out: Tensor,
+        count: int,
+        after: torch.cuda.Event | None = None,
+        wire: torch.dtype | None = None,
     ) -> StagedJob:
         """Begin an all-reduce of `count` commands. Does not wait for the device.
 
@@ -117,31 +124,40 @@ class StagedPlane:
             out: flat tensor on the device, of the same size and type, that receives the sum.
             count: how many commands will be posted.
             after: event that completes `local`; None: what the caller's current stream holds.
+            wire: type of values in the buffers, to which sums are rounded; None: that of `out`.
 
         Raises:
             ValueError: the kernels cannot take a tensor.
         """
-        job = self._prepare(local, out, count, after)
+        job = self._prepare(local, out, count, after, wire)
         job.begin()
         return job
 
-    def _prepare(self, local: Tensor | None, out: Tensor, count: int, after: torch.cuda.Event | None) -> StagedJob:
+    def _prepare(
+        self,
+        local: Tensor | None,
+        out: Tensor,
+        count: int,
+        after: torch.cuda.Event | None,
+        wire: torch.dtype | None,
+    ) -> StagedJob:
         """Return an all-reduce that has not begun on the device; the arguments are those of `open`."""
         assert self._job is None, "one all-reduce at a time"
-        for tensor in (out, self.recv.view(out.dtype), self.send.view(out.dtype)):
-            check(tensor, out.dtype)
+        check(out, out.dtype)
+        for buffer in (self.recv, self.send):
+            check(buffer.view(wire or out.dtype), wire or out.dtype)
         if local is not None:
             check(local, out.dtype)
             if local.numel() != out.numel():
                 raise ValueError(f"{local.numel()} elements into {out.numel()}")
         self.page.reset()
         self.stream.after(after)
-        self._job = self.make_job(local, out, count)
+        self._job = self.make_job(local, out, count, wire)
         return self._job
 
-    def make_job(self, local: Tensor | None, out: Tensor, count: int) -> StagedJob:
+    def make_job(self, local: Tensor | None, out: Tensor, count: int, wire: torch.dtype | None) -> StagedJob:
         """Return the job of an all-reduce that has not begun; the arguments are those of `open`."""
-        return StagedJob(self, local, out, count)
+        return StagedJob(self, local, out, count, wire)
 
     def abort(self) -> None:
         """End the running all-reduce at once; its output is undefined. Any thread, any number of times."""
@@ -166,16 +182,19 @@ class StagedPlane:
 class StagedJob:
     """One all-reduce on a plane; `StagedPlane.open` makes it."""
 
-    def __init__(self, plane: StagedPlane, local: Tensor | None, out: Tensor, count: int) -> None:
+    def __init__(
+        self, plane: StagedPlane, local: Tensor | None, out: Tensor, count: int, wire: torch.dtype | None
+    ) -> None:
         self._plane = plane
         self._page = plane.page
         self._stream = plane.stream
         self._local = local
         self._out = out
         self._count = count
-        self._recv = plane.recv.view(out.dtype)
-        self._send = plane.send.view(out.dtype)
-        self._vector = vector(out.dtype)
+        self._wire = wire
+        self._recv = plane.recv.view(wire or out.dtype)
+        self._send = plane.send.view(wire or out.dtype)
+        self._vector = vector(wire or out.dtype)
         self._posted: deque[Command] = deque()
         self._finished = 0
         self._heard = time.monotonic()  # when the device was last seen to work
@@ -281,5 +300,5 @@ class StagedJob:
             "DEPTH": self._plane.depth,
             "STAGES": self._plane.stages,
             **OPTIONS,
-            **shape(self._out.dtype),
+            **shape(self._out.dtype, self._wire),
         }

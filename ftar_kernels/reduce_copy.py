@@ -27,14 +27,14 @@ def vector(dtype: torch.dtype) -> int:
     return 16 // dtype.itemsize
 
 
-def shape(dtype: torch.dtype) -> dict[str, int]:
-    """Return the compile-time sizes of the kernels for `dtype`."""
-    return {"VECTOR": vector(dtype), "BLOCK": BLOCK_BYTES // dtype.itemsize, "EDGE": EDGE}
+def shape(dtype: torch.dtype, wire: torch.dtype | None = None) -> dict[str, int]:
+    """Return the compile-time sizes of the kernels for values of `dtype` that travel as `wire`; None: as such."""
+    return {"VECTOR": vector(wire or dtype), "BLOCK": BLOCK_BYTES // dtype.itemsize, "EDGE": EDGE}
 
 
 @triton.jit
 def add(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """Return a + b; the 16-bit types are added in float32."""
+    """Return a + b in the type of a; 16-bit types are added in float32."""
     if (a.dtype == tl.bfloat16) | (a.dtype == tl.float16):
         total = (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
     else:
@@ -48,6 +48,7 @@ def chunk(
     b: tl.tensor,
     dst1: tl.tensor,
     dst2: tl.tensor,
+    like: tl.tensor,
     some: tl.tensor,
     shift: tl.tensor,
     end: tl.tensor,
@@ -60,9 +61,9 @@ def chunk(
 ) -> None:
     """Process this program's part of elements [shift, end): write a (+ b) to dst1 (and dst2).
 
-    Without `some`, zeros take the place of a. All pointers are aligned to 16 bytes. The host or another device may
-    write `a` while the kernel runs, so it is read past the L1 cache. Each mask compares indices, because the
-    interpreter of triton 3.9 takes no scalar for one.
+    Without `some`, zeros take the place of a. What is written is rounded to the type of `like`. All pointers are
+    aligned to 16 bytes. The host or another device may write `a` while the kernel runs, so it is read past the L1
+    cache. Each mask compares indices, because the interpreter of triton 3.9 takes no scalar for one.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -75,6 +76,7 @@ def chunk(
         x = tl.load(a + at, mask=whole, other=0, cache_modifier=".cg")
         if REDUCES:
             x = add(x, tl.load(b + at))
+        x = x.to(like.dtype.element_ty)
         tl.store(dst1 + at, x)
         if TWO:
             tl.store(dst2 + at, x)
@@ -90,6 +92,7 @@ def chunk(
         x = tl.load(a + at, mask=index < loaded, other=0, cache_modifier=".cg")
         if REDUCES:
             x = add(x, tl.load(b + at, mask=inside, other=0))
+        x = x.to(like.dtype.element_ty)
         tl.store(dst1 + at, x, mask=inside)
         if TWO:
             tl.store(dst2 + at, x, mask=inside)

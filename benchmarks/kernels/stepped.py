@@ -59,8 +59,8 @@ class SteppedJob(StagedJob):
 
 
 class SteppedPlane(StagedPlane):
-    def make_job(self, local: Tensor | None, out: Tensor, count: int) -> StagedJob:
-        return SteppedJob(self, local, out, count)
+    def make_job(self, local: Tensor | None, out: Tensor, count: int, wire: torch.dtype | None) -> StagedJob:
+        return SteppedJob(self, local, out, count, wire)
 
 
 def kind_of(device: torch.device) -> type[StagedPlane]:
@@ -83,7 +83,7 @@ def kernel(
     STAGES: tl.constexpr,
 ) -> None:
     """Process whole buffers of `size` elements, shared by all programs."""
-    chunk(a, b, dst1, dst2, True, 0, size, REDUCES, TWO, VECTOR, BLOCK, EDGE, STAGES)
+    chunk(a, b, dst1, dst2, dst1, True, 0, size, REDUCES, TWO, VECTOR, BLOCK, EDGE, STAGES)
 
 
 def reduce_copy(

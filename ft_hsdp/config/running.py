@@ -56,7 +56,10 @@ class FtarConfig(Section):
         description="longest wait for a neighbour that lives; a replica that does not reduce for so long is "
         "started again",
     )
-    dtype: Literal["float32"] = Field("float32", description="type in which gradients are summed")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="type in which gradients travel; a member adds in float32, and sends a rounded sum on",
+    )
 
 
 class QuorumConfig(Section):

@@ -34,6 +34,7 @@ from ft_hsdp.ftar.transport.receiver import StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
+NARROW = torch.bfloat16, torch.float32  # what values may travel as, and what they are then
 FAILPOINT = {  # names of the failpoints in each kind of operation
     OperationKind.COPY_SEND: "reduce-copy",
     OperationKind.REDUCE_SEND: "reduce-scatter",
@@ -58,6 +59,9 @@ class AllReduceOrder:
     # What all members learn about this one's contribution; a function is called when some of `local` was read.
     mine: Entry | Callable[[], Entry]
     after: Any = None  # what the data plane waits for before it reads `local`; on a GPU an event
+    # Type in which values travel; None: as they are. With bfloat16 each member adds in fp32 and rounds the sum, so
+    # all have the same bits.
+    wire: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name, values in (("local", self.local), ("out", self.out)):
@@ -68,8 +72,15 @@ class AllReduceOrder:
             flat = isinstance(values, PiecedTensor) or (values.dim() == 1 and values.is_contiguous())
             if values.dtype not in DTYPES or not flat:
                 raise ValueError(f"{name} is {_describe(values)}; allowed: flat, contiguous, of {DTYPES}")
+        if self.wire is not None and (self.wire, self.out.dtype) != NARROW:
+            raise ValueError(f"{self.out.dtype} as {self.wire}; allowed: {NARROW[1]} as {NARROW[0]}")
         if self.local is not None and (cut := pieced(self.local).edges) and cut != pieced(self.out).edges:
             raise ValueError("local and out lie in other pieces")
+
+    @property
+    def travels(self) -> torch.dtype:
+        """Return the type of what is sent."""
+        return self.wire or self.out.dtype
 
 
 def _describe(values: Values) -> str:
@@ -108,10 +119,8 @@ class Exchange:
         self._receiver = receiver
         self._sender = sender
         self._pipeline = Pipeline(plan, position, order.local is not None, job.depth)
-        itemsize = order.out.element_size()
-        self._framing = Framing(
-            order.key, plan, self._pipeline.operations, itemsize, DTYPES.index(order.out.dtype)
-        )
+        itemsize = order.travels.itemsize
+        self._framing = Framing(order.key, plan, self._pipeline.operations, itemsize, DTYPES.index(order.travels))
         self._small = plan.chunk * itemsize <= SMALL
         self._heads: dict[int, tuple[Entry, ...]] = {}  # operation: the entries that its first chunk brought
         self._chunks: dict[tuple[int, int], Chunk] = {}  # (operation, round): received, not yet posted
@@ -288,8 +297,9 @@ class Ring:
         self._claim()
         out, cut = order.out, self._settings
         edges, members = pieced(out).edges, len(self.members)
-        plan = RingPlan.cut(out.numel(), out.element_size(), members, cut.slots, cut.chunk_bytes, edges)
-        job = self._plane.open(order.local, out, plan, order.after)
+        size = order.travels.itemsize
+        plan = RingPlan.cut(out.numel(), size, members, cut.slots, cut.chunk_bytes, edges)
+        job = self._plane.open(order.local, out, plan, order.after, order.wire)
         exchange = Exchange(order, plan, self._position, job, self._receiver, self._sender)
         try:
             with _quick_switching():

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Grant
 from ft_hsdp.errors import FTARError, LocalResourceError, StaleEpoch
@@ -76,7 +78,7 @@ class Group:
         self._pause_s = pause_s
         self._lanes_of = lanes or identity.lanes
         self._listener = Listener(identity, self._arrived, self._exhausted, self._lanes_of)
-        self._plane = plane or CpuPlane()
+        self._plane = plane or CpuPlane(self.arena)
         self._sentinel = HostSentinel()
         self._closed = False
         self._lanes: dict[int, LaneMember] = {}  # of the newest epoch, by number; replaced as a whole
@@ -169,7 +171,7 @@ class Group:
             self.crashed,
             self._exhausted,
         )
-        plane = self._plane if ring.usual else CpuPlane()
+        plane = self._plane if ring.usual else CpuPlane(self.arena)
         shared = self._identity, self._settings, self._listener
         return LaneMember(ring, *shared, events, plane, self.arena, self._sentinel, self._pause_s)
 
@@ -293,6 +295,7 @@ class Group:
         mine: Entry | Callable[[], Entry],
         after: Any = None,
         lane: int | None = None,
+        wire: torch.dtype | None = None,
     ) -> Work:
         """Queue the sum of `local` over the ring of `key.epoch`. Any thread; does not block.
 
@@ -309,6 +312,7 @@ class Group:
                 thread, when some of `local` has been read.
             after: what the data plane waits for before it reads `local`; on a GPU an event.
             lane: number of the lane; None: the only one.
+            wire: type in which values travel (`AllReduceOrder.wire`), the same in all members; None: as they are.
 
         Returns:
             A future of the result. It fails with a RecoverableError if the ring is over or breaks.
@@ -316,7 +320,7 @@ class Group:
         Raises:
             ValueError: the tensors differ in size or type, or cannot be summed.
         """
-        order, lanes = AllReduceOrder(key, local, out, mine, after), self._lanes
+        order, lanes = AllReduceOrder(key, local, out, mine, after, wire), self._lanes
         number = next(iter(lanes), None) if lane is None else lane
         if number not in lanes:
             work = Work()

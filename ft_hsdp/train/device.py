@@ -117,15 +117,17 @@ def backend(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
-def device_plane(device: torch.device, arena: Arena, settings: RingSettings, largest: int) -> GpuPlane | None:
-    """Return a data plane for fp32 messages of up to ``largest`` elements on ``device``."""
+def device_plane(
+    device: torch.device, arena: Arena, settings: RingSettings, largest: int, wire: torch.dtype | None = None
+) -> GpuPlane | None:
+    """Return a data plane on ``device`` for fp32 messages of up to ``largest`` elements; some go as ``wire``."""
     if device.type == "cpu":
         return None
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane  # triton is not needed elsewhere
 
     plane = GpuPlane(device, arena, settings.timeout_s)
     # A ring of one: no larger ring has larger chunks.
-    plane.reserve(RingPlan.cut(largest, 4, 1, settings.slots, settings.chunk_bytes), torch.float32)
+    plane.reserve(RingPlan.cut(largest, 4, 1, settings.slots, settings.chunk_bytes), torch.float32, wire)
     return plane
 
 

@@ -114,7 +114,9 @@ class RankRuntime:
         self._progress = 0  # what the main thread has got done: see `moved`
         self._pauses = pauses
         self._arena = Arena()
-        self._plane = device_plane(device, self._arena, RingSettings.of(config), max(model.sizes))
+        self._narrow = config.ftar.dtype == "bfloat16"
+        wire = torch.bfloat16 if self._narrow else None
+        self._plane = device_plane(device, self._arena, RingSettings.of(config), max(model.sizes), wire)
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(lambda loop, context: self._crash(context))
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
@@ -366,7 +368,13 @@ class RankRuntime:
         self.reporter.start()
         if isinstance(self._bus, RankZero):
             self._bus.start(identity, self.reporter)
-        ring_layout = state_id.digest(self._sizes, config.ftar.chunk_bytes, config.ftar.chunks, place.ranks)
+        ring_layout = state_id.digest(
+            self._sizes,
+            config.ftar.chunk_bytes,
+            config.ftar.chunks,
+            place.ranks,
+            *[config.ftar.dtype] * self._narrow,
+        )
         member = MemberIdentity(identity.replica, place.rank, ring_layout, place.token)
         usual = one_lane(member.lanes()[0], self._sizes, self.live_state.counted)
         sizes = config.ftar.chunk_bytes, config.ftar.chunks
@@ -392,6 +400,7 @@ class RankRuntime:
             self._compared,
             self.spans.meter,
             device_summaries(self._device),
+            self.model.gradients if self._narrow else 0,
         )
         self._orders = OrderHandler(
             identity.replica,

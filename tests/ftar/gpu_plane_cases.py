@@ -75,9 +75,12 @@ class Scene(Engines):
         names = [5 + i for i in range(len(planes))]
         super().__init__(Flavour(transport, transport), names, Shape(CHUNK, SLOTS, 5.0), planes)
 
-    def sum(self, locals_: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Future[AllReduceResult]]:
+    def sum(
+        self, locals_: Sequence[Tensor | None], outs: Sequence[Tensor], wire: torch.dtype | None = None
+    ) -> list[Future[AllReduceResult]]:
+        weights = [int(local is not None) for local in locals_]
         return [
-            self.submit(i, AllReduceOrder(KEY, local, out, entry(self.names[i], int(local is not None))))
+            self.submit(i, AllReduceOrder(KEY, local, out, entry(self.names[i], weights[i]), None, wire))
             for i, (local, out) in enumerate(zip(locals_, outs, strict=True))
         ]
 
@@ -118,6 +121,31 @@ def test_rings_of_devices_sum_as_the_cpu_does(members: int, transport: str) -> N
         ring.check(N, relays=[0] if members == 3 else [])
         ring.check(2, seed=1)  # some chunks are empty, and the buffers are used again
         ring.check(N, torch.float16, seed=2)  # bfloat16 is rounded otherwise by the interpreter
+
+
+@pytest.mark.parametrize("relays", [(), (0,), (1,), (0, 1, 2)])
+def test_what_travels_as_bf16_is_summed_alike_by_devices_and_cpus(relays: Sequence[int]) -> None:
+    """Of numbers whose sums bf16 has: the interpreter rounds otherwise than a device."""
+    given = [None if i in relays else x.mul(8).round().clamp(-40, 40) for i, x in enumerate(values(3, N))]
+    with scene(adds, persistent, adds) as ring:
+        locals_ = [None if x is None else Arena().empty(N).copy_(x) for x in given]
+        outs = [Arena().empty(N).fill_(77) for _ in given]
+        for work in ring.sum(locals_, outs, torch.bfloat16):
+            work.result(DEADLINE_S)
+        expected = folded(plan(N, 2, 3), ring.names, given, torch.bfloat16).float()
+        assert all(same(out, expected) for out in outs)
+
+
+def test_a_member_alone_rounds_too() -> None:
+    given = torch.tensor([1.0, 1.0 + 2**-7, 3.0, -257.0])
+    outs = []
+    for make in (adds, persistent):
+        with scene(make) as ring:
+            outs.append(Arena().empty(4).fill_(77))
+            ring.sum([Arena().empty(4).copy_(given)], [outs[-1]], torch.bfloat16)[0].result(DEADLINE_S)
+    assert outs[0].tolist() == [1.0, 1.0 + 2**-7, 3.0, -256.0]
+    assert outs[1][:3].tolist() == outs[0][:3].tolist()
+    assert outs[1][3] != given[3], "it was not rounded"
 
 
 def test_a_device_in_a_ring_of_cpus() -> None:

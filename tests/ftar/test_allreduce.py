@@ -55,7 +55,9 @@ def test_a_ring_in_the_middle_of_a_work_keeps_its_edges_and_has_threads_give_way
     class Held(CpuPlane):
         began, go = threading.Event(), threading.Event()
 
-        def open(self, local: Values | None, out: Values, plan: RingPlan, after: object = None) -> CpuJob:
+        def open(
+            self, local: Values | None, out: Values, plan: RingPlan, after: object = None, wire: object = None
+        ) -> CpuJob:
             self.began.set()
             assert self.go.wait(20)
             return HeldJob(local, out, plan, [], 8)
@@ -86,7 +88,9 @@ def test_what_is_not_the_rings_fault_ends_it_all_the_same() -> None:
             raise MemoryError("none left")
 
     class BrokenPlane(CpuPlane):
-        def open(self, local: Values | None, out: Values, plan: RingPlan, after: object = None) -> CpuJob:
+        def open(
+            self, local: Values | None, out: Values, plan: RingPlan, after: object = None, wire: object = None
+        ) -> CpuJob:
             return Broken(local, out, plan, [], 64)
 
     with rig(FLAVOURS[0], 2) as made:

@@ -68,7 +68,9 @@ class SlowPlane(CpuPlane):
         super().__init__()
         self.depth, self.delay = depth, delay
 
-    def open(self, local: Values | None, out: Values, plan: RingPlan, after: object = None) -> CpuJob:
+    def open(
+        self, local: Values | None, out: Values, plan: RingPlan, after: object = None, wire: object = None
+    ) -> CpuJob:
         return SlowJob(self, local, out, plan, [], plan.chunk * ITEM)
 
 

@@ -30,7 +30,13 @@ class Sums:
     """One all-reduce at all members of a rig; ``locals_`` None relays."""
 
     def __init__(
-        self, rig_: Rig, locals_: Sequence[Tensor | None], step: int = 1, in_place: bool = False, n: int = 0
+        self,
+        rig_: Rig,
+        locals_: Sequence[Tensor | None],
+        step: int = 1,
+        in_place: bool = False,
+        n: int = 0,
+        travels: torch.dtype | None = None,
     ) -> None:
         given = next((x for x in locals_ if x is not None), torch.empty(n))
         self.locals = [None if x is None else rig_.tensor(i, x) for i, x in enumerate(locals_)]
@@ -41,7 +47,10 @@ class Sums:
             x if in_place and x is not None else rig_.tensor(i, nothing) for i, x in enumerate(self.locals)
         ]
         self.before = [None if x is None else x.clone() for x in locals_]
-        self.expected = folded(rig_.plan(given.numel(), given.element_size()), rig_.names, locals_, given.dtype)
+        sent = travels or given.dtype
+        plan = rig_.plan(given.numel(), sent.itemsize)
+        self.expected = folded(plan, rig_.names, locals_, sent).to(given.dtype)
+        self._travels = travels
         self._names = rig_.names
         self._key = replace(KEY, step=step)
         self._rig = rig_
@@ -50,7 +59,8 @@ class Sums:
     def submit(self, *positions: int) -> Sums:
         for i in positions or range(len(self.outs)):
             mine = entry(self._names[i], 0 if self.locals[i] is None else 1)
-            self.works[i] = self._rig.submit(i, AllReduceOrder(self._key, self.locals[i], self.outs[i], mine))
+            order = AllReduceOrder(self._key, self.locals[i], self.outs[i], mine, None, self._travels)
+            self.works[i] = self._rig.submit(i, order)
         return self
 
     def wait(self, *positions: int) -> Sums:
@@ -72,18 +82,19 @@ class Sums:
 
 
 def test_sums_of_all_types_and_sizes(flavour: Flavour) -> None:
-    """None, one, N-1 and N elements, ragged chunks, many partitions; all out of place."""
-    cases = [
-        (dtype, n) for dtype in DTYPES for n in ((0, 1, 2, 3, 101, 800) if dtype is torch.float32 else (2, 101))
-    ]
+    """None, one, N-1 and N elements, ragged chunks, many partitions; all out of place. fp32 may travel as bf16."""
+    some = (0, 1, 2, 3, 101, 800)
+    cases = [(dtype, None, n) for dtype in DTYPES for n in (some if dtype is torch.float32 else (2, 101))]
+    cases += [(torch.float32, torch.bfloat16, n) for n in some]
     with rig(flavour, 3) as ring:
-        for step, (dtype, n) in enumerate(cases):
-            sums = Sums(ring, values(3, n, dtype, seed=n), step).submit().wait()
+        for step, (dtype, travels, n) in enumerate(cases):
+            sums = Sums(ring, values(3, n, dtype, seed=n), step, travels=travels).submit().wait()
             sums.check()
             sums.check_inputs()
             sent = [work.result().bytes_sent for work in sums.works.values()]
-            least = 4 * (n // 3) * dtype.itemsize
-            most = least + 4 * 2 * dtype.itemsize + 200 * (4 + n) + 3 * wire.ENTRY_BYTES
+            size = (travels or dtype).itemsize
+            least = 4 * (n // 3) * size
+            most = least + 4 * 2 * size + 200 * (4 + n) + 3 * wire.ENTRY_BYTES
             assert all(least <= s <= most for s in sent)
 
 
@@ -113,7 +124,8 @@ def test_several_works_in_the_queue(flavour: Flavour, chunk: int) -> None:
         assert [o.frames for o in ring.senders] == [i.frames for i in ring.receivers]
 
 
-def test_relays(flavour: Flavour) -> None:
+@pytest.mark.parametrize("travels", [None, torch.bfloat16])
+def test_relays(flavour: Flavour, travels: torch.dtype | None) -> None:
     """What a relay holds is NaN, and stays with it; if all relay the sum is zeros.
 
     -0.0 + 0.0 is 0.0: a relay that added zeros would show.
@@ -121,10 +133,11 @@ def test_relays(flavour: Flavour) -> None:
     with rig(flavour, 4) as ring:
         for step, (relays, n) in enumerate(itertools.product(({0}, {1, 3}, {0, 1, 2}, {0, 1, 2, 3}), (3, 501))):
             locals_ = [None if i in relays else x for i, x in enumerate(values(4, n))]
-            sums = Sums(ring, locals_, step, n=n).submit().wait()
+            sums = Sums(ring, locals_, step, n=n, travels=travels).submit().wait()
             sums.check()
             assert torch.isfinite(sums.expected).all()
-        negative = Sums(ring, [torch.full((9,), -0.0), None, None, None], 100).submit().wait()
+        only = [torch.full((9,), -0.0), None, None, None]
+        negative = Sums(ring, only, 100, travels=travels).submit().wait()
         negative.check()
         assert torch.signbit(negative.outs[0]).all()
 

@@ -23,10 +23,10 @@ def kill_one(job: Job, rng: random.Random, within: int) -> None:
 
 @pytest.mark.proof
 def test_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any rank of any replica, leaders included, as long as one replica is left to go on."""
+    """Any rank of any replica, leaders included, as long as one replica is left to go on. Gradients go as bf16."""
     monkeypatch.setenv(COLD, "1")  # each process as a user has it
     rng, steps = random.Random(2), 25
-    with Job(tmp_path, steps, restart__budget=50, **HARD) as job:
+    with Job(tmp_path, steps, restart__budget=50, ftar__dtype="bfloat16", **HARD) as job:
         job.until(lambda: job.step() >= 3, "step 3")
         for _ in range(2):
             kill_one(job, rng, 9)

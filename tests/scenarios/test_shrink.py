@@ -75,12 +75,12 @@ def shrunk(job: Job, replica: int = 0) -> Inflicted:
 
 @pytest.mark.proof
 def test_one_of_two_replicas_goes_on_with_half_its_ranks_and_grows(tmp_path: Path) -> None:
-    """They sum by lanes. `verify` finds each unit once, and a replay the same bits.
+    """They sum by lanes, in bf16. `verify` finds each unit once, and a replay the same bits.
 
     No step is committed while one of them is away: so the job lasts until the lost host is back.
     """
     steps = 60
-    with beside(tmp_path, steps, 2, **{"quorum.min_replicas": 2}) as job:
+    with beside(tmp_path, steps, 2, **{"quorum.min_replicas": 2, "ftar.dtype": "bfloat16"}) as job:
         lost = shrunk(job)
         lost.lifted("it is back")
         job.ends_well(steps)

@@ -40,6 +40,7 @@ class Op:
         mine: Entry | Callable[[], Entry],
         after: object = None,
         lane: int | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
         self.key, self.local, self.out = key, local, out
         self.mine = mine() if callable(mine) else mine

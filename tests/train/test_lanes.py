@@ -262,7 +262,14 @@ class ByHand:
         self.sent: list[Any] = []
 
     def all_reduce(
-        self, key: Any, local: Any, out: Any, mine: Any, after: Any = None, lane: int | None = None
+        self,
+        key: Any,
+        local: Any,
+        out: Any,
+        mine: Any,
+        after: Any = None,
+        lane: int | None = None,
+        wire: Any = None,
     ) -> Future[AllReduceResult]:
         self.sent.append(local)
         work: Future[AllReduceResult] = Future()

@@ -34,7 +34,7 @@ class PlaneJob(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the elements."""
+        """Type of the elements of chunks."""
         ...
 
     @property
@@ -66,7 +66,14 @@ class PlaneJob(Protocol):
 class Plane(Protocol):
     """Makes the jobs of one group, and owns the buffers that live as long as the group."""
 
-    def open(self, local: Values | None, out: Values, plan: RingPlan, after: Any = None) -> PlaneJob:
+    def open(
+        self,
+        local: Values | None,
+        out: Values,
+        plan: RingPlan,
+        after: Any = None,
+        wire: torch.dtype | None = None,
+    ) -> PlaneJob:
         """Begin an all-reduce.
 
         Args:
@@ -74,6 +81,7 @@ class Plane(Protocol):
             out: flat and contiguous, [n], of the same type: receives the sum.
             plan: how the message is cut into chunks; none lies in two pieces of `local` or `out`.
             after: what completes `local`; on a GPU an event. None: it is complete.
+            wire: type of chunks, in which `plan` is cut; None: that of `out`.
 
         Returns:
             The job; only one may be open at a time.

@@ -94,8 +94,8 @@ class GpuPlane:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._staged: kernels.StagedPlane | None = None
 
-    def reserve(self, plan: RingPlan, dtype: torch.dtype) -> None:
-        """Allocate memory for messages of `plan` and load the kernels.
+    def reserve(self, plan: RingPlan, dtype: torch.dtype, wire: torch.dtype | None = None) -> None:
+        """Allocate memory for messages of `plan` and load the kernels; with ``wire`` those for that type, too.
 
         Blocks; done early so that training does not wait for it.
 
@@ -103,11 +103,20 @@ class GpuPlane:
             LocalSystemError: the device or its memory is at fault, or the kernels cannot be compiled here.
         """
         try:
-            self._room(_Areas(plan, dtype).nbytes).warm_up((dtype,))
+            room = self._room(_Areas(plan, dtype).nbytes)
+            for each in dict.fromkeys((None, wire)):
+                room.warm_up((dtype,), each)
         except Exception as error:  # a compiler raises errors of its own
             raise fault(error) from error
 
-    def open(self, local: Values | None, out: Values, plan: RingPlan, after: Any = None) -> GpuJob:
+    def open(
+        self,
+        local: Values | None,
+        out: Values,
+        plan: RingPlan,
+        after: Any = None,
+        wire: torch.dtype | None = None,
+    ) -> GpuJob:
         """Begin an all-reduce of `local` (None: relay) into `out`, flat tensors on the device.
 
         Raises:
@@ -116,18 +125,18 @@ class GpuPlane:
         """
         if isinstance(local, PiecedTensor) or isinstance(out, PiecedTensor):
             raise InvalidArgument("GPU data plane: values lie in several pieces; allowed: one tensor")
-        areas = _Areas(plan, out.dtype)
+        areas = _Areas(plan, wire or out.dtype)
         count = plan.rounds * len(operations(0, plan.members))
         try:
             staged = self._room(areas.nbytes)
-            job = staged.open(local, out, count, after)
+            job = staged.open(local, out, count, after, wire)
         except ValueError as error:
             if "cannot be accessed" in str(error):  # by Triton's launcher, of our own memory
                 raise fault(error) from error
             raise InvalidArgument(f"GPU data plane: {error}") from error
         except RuntimeError as error:
             raise fault(error) from error
-        return GpuJob(job, self._buffer.view(out.dtype), plan, areas, staged.depth, self._timeout_s)
+        return GpuJob(job, self._buffer.view(wire or out.dtype), plan, areas, staged.depth, self._timeout_s)
 
     def close(self) -> None:
         """End a running all-reduce and free the memory; blocks until the device has ended.

@@ -277,7 +277,8 @@ class ReplayJob(Job):
         settings, timeouts = Settings.of(self.config), self.config.timeouts
         wait_s = timeouts.start_s + timeouts.step_s
         place = recorded.widths, self.ranks, self.rank, recorded.shared
-        return SharedLanes(lanes, *place, settings, wait_s, device_summaries(self.device))
+        narrow = self._adopted.gradients if self.config.ftar.dtype == "bfloat16" else 0
+        return SharedLanes(lanes, *place, settings, wait_s, device_summaries(self.device), narrow)
 
     def leave(self) -> None:
         """Do nothing: a replay ends with its last step."""

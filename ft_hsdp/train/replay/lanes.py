@@ -34,19 +34,26 @@ PartVote = tuple[int, str, float]
 """Of a lane: its number, the digest of its sums, and the sum of their squares."""
 
 
-def ring_sum(of_replicas: Mapping[int, Tensor], ring: Sequence[int], settings: Settings) -> Tensor:
-    """Return the sum over replicas in the order in which a ring adds, shard by shard in each partition."""
+def ring_sum(
+    of_replicas: Mapping[int, Tensor], ring: Sequence[int], settings: Settings, wire: torch.dtype | None = None
+) -> Tensor:
+    """Return the sum over replicas in the order in which a ring adds, shard by shard in each partition.
+
+    Args:
+        wire: type in which values travelled, to which each member has rounded; None: their own.
+    """
     contributors = frozenset(of_replicas)
-    out = torch.empty_like(next(iter(of_replicas.values())))
-    plan = RingPlan.cut(out.numel(), out.element_size(), len(ring), settings.slots, settings.chunk_bytes)
+    given = next(iter(of_replicas.values()))
+    sums = torch.empty_like(given, dtype=wire)
+    plan = RingPlan.cut(sums.numel(), sums.element_size(), len(ring), settings.slots, settings.chunk_bytes)
     for shard in range(len(ring)):
         first, *others = fold_order(shard, ring, contributors)
         for span in plan.shard_spans(shard):
-            piece = out[span.start : span.stop]
+            piece = sums[span.start : span.stop]
             piece.copy_(of_replicas[first][span.start : span.stop])
             for replica in others:
-                piece.add_(of_replicas[replica][span.start : span.stop])
-    return out
+                torch.add(piece, of_replicas[replica][span.start : span.stop], out=piece)
+    return sums.to(given.dtype)
 
 
 def gathered(part: LanePart, flat: Tensor) -> Tensor:
@@ -57,14 +64,19 @@ def gathered(part: LanePart, flat: Tensor) -> Tensor:
 
 
 def sum_part(
-    part: LanePart, theirs: Mapping[int, Tensor], out: Tensor, ring: Sequence[int], settings: Settings
+    part: LanePart,
+    theirs: Mapping[int, Tensor],
+    out: Tensor,
+    ring: Sequence[int],
+    settings: Settings,
+    wire: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Add a part of a lane up, and put the sum where it belongs in the rank's bucket.
 
     Args:
         out: The rank's bucket of sums, fp32 [numel]; zero, as far as the part is `whole`.
     """
-    added = ring_sum(theirs, ring, settings) if part.size else torch.empty(0)
+    added = ring_sum(theirs, ring, settings, wire) if part.size else torch.empty(0)
     target = part.target(out, lambda _, numel: torch.empty(numel))
     pieces = pieced(target).pieces
     for piece, sums in zip(pieces, added.split([p.numel() for p in pieces]), strict=True):
@@ -110,6 +122,7 @@ class SharedLanes:
     _settings: Settings  # of the job's rings
     _wait_s: float  # the longest wait for ranks of another width
     _summarize: Summarize | None = None  # looks at sums on the device, as the job's ranks did
+    _narrow: int = 0  # how many buckets, the first ones, travelled as bfloat16
     _written: list[Path] = field(default_factory=list)  # by this rank, and perhaps not read by all others yet
 
     def give(self, record: CommitRecord, trained: Mapping[int, Sequence[Tensor]]) -> None:
@@ -143,9 +156,9 @@ class SharedLanes:
             for bucket, flat in enumerate(out):
                 for part in (part for at, _, part in plan.of(bucket) if at == place):
                     given = {replica: parts[bucket] for replica, parts in theirs.items()}
-                    found.append(
-                        look(part, sum_part(part, given, flat, record.ring, self._settings), self._summarize)()
-                    )
+                    wire = torch.bfloat16 if bucket < self._narrow else None
+                    sums = sum_part(part, given, flat, record.ring, self._settings, wire)
+                    found.append(look(part, sums, self._summarize)())
             votes.append((lane.ring.number, *judged(found)))
         return out, votes
 

@@ -110,8 +110,10 @@ class DyingPlane(CpuPlane):
     ring: Ring | None = None
     left = -1
 
-    def open(self, local: Values | None, out: Values, plan: RingPlan, after: object = None) -> CpuJob:
-        job = super().open(local, out, plan)
+    def open(
+        self, local: Values | None, out: Values, plan: RingPlan, after: object = None, wire: Any = None
+    ) -> CpuJob:
+        job = super().open(local, out, plan, after, wire)
         post = job.post
 
         def counted(*args: Any) -> None:
@@ -153,7 +155,7 @@ class Engines:
                 ends = asyncio.run(edges(flavour.transport, names, settings, self._arenas))
         self.senders: list[Any] = [sender for sender, _ in ends]
         self.receivers: list[Any] = [receiver for _, receiver in ends[-1:] + ends[:-1]]
-        makers = make or [lambda _: DyingPlane()] * len(names)
+        makers = make or [DyingPlane] * len(names)
         self.planes = [of_member(arena) for of_member, arena in zip(makers, self._arenas, strict=True)]
         self.rings = [
             Ring(KEY.epoch, names, i, self.receivers[i], self.senders[i], self.planes[i], settings)

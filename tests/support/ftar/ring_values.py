@@ -25,16 +25,16 @@ def values(count: int, n: int, dtype: torch.dtype = torch.float32, seed: int = 0
 
 
 def folded(plan: RingPlan, ring: Sequence[int], locals_: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-    """The sum in the order that core.ring promises; zeros where nobody contributes."""
+    """The sum in the order that core.ring promises, rounded to ``dtype`` by each member; zeros without any."""
     of = dict(zip(ring, locals_, strict=True))
     out = torch.zeros(plan.elements, dtype=dtype)
     contributors = frozenset(r for r in ring if of[r] is not None)
     for shard in range(plan.members):
         parts = [x for r in fold_order(shard, ring, contributors) if (x := of[r]) is not None]
         for span in plan.shard_spans(shard) if parts else ():
-            total = parts[0][span.start : span.stop].clone()
+            total = parts[0][span.start : span.stop].to(dtype)
             for part in parts[1:]:
-                total += part[span.start : span.stop]
+                total = (total + part[span.start : span.stop]).to(dtype)
             out[span.start : span.stop] = total
     return out
 

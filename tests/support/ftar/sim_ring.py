@@ -402,9 +402,9 @@ class Actor:
         return self._end(order, exchange)
 
     def _begin(self, order: AllReduceOrder) -> Exchange:
-        plan = self._plan(order.out.numel(), order.out.element_size())
+        plan = self._plan(order.out.numel(), order.travels.itemsize)
         plan = replace(plan, edges=pieced(order.out).edges)
-        self._job = self._plane.open(order.local, order.out, plan)
+        self._job = self._plane.open(order.local, order.out, plan, None, order.wire)
         ends: Any = self._receiver, self._sender
         exchange = Exchange(order, plan, self._position, self._job, *ends)
         self._exchange, self._received = exchange, False

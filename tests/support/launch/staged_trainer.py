@@ -43,7 +43,7 @@ def main(config: Config, replica: IncarnationSource, run: Path, silence_s: float
     assert os.environ["TRITON_INTERPRET"] == "1", "it must be set before triton is imported"
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane
 
-    def plane(device: torch.device, arena: Arena, settings: Settings, largest: int) -> GpuPlane:
+    def plane(device: torch.device, arena: Arena, settings: Settings, largest: int, wire: Any) -> GpuPlane:
         made = GpuPlane(device, arena, settings.timeout_s, silence_s=silence_s)
         made.reserve(RingPlan.cut(largest, 4, 1, settings.slots, settings.chunk_bytes), torch.float32)
         print("staged")
