@@ -60,8 +60,8 @@ class Figures:
     def problems(self) -> list[str]:
         """Return what is wrong with the kernel; an empty list if nothing is."""
         waits, narrow = self.name.startswith("persistent"), self.name.endswith("narrow")
-        # A block has UNROLLED accesses of a thread where its edge has one, and half as many if it travels as bf16; a
-        # narrow block has many more.
+        # A block has UNROLLED accesses of a thread where its edge has one, and half as many if it travels as
+        # bf16; a narrow block has many more.
         least = UNROLLED // 2 if narrow else UNROLLED
         found = [
             (self.registers > REGISTERS, f"{self.registers} registers, {REGISTERS} are allowed"),
