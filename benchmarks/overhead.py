@@ -5,7 +5,8 @@ A step of ft_hsdp is taken beside the same step of PyTorch's HSDP, which survive
 All contenders are alive at once, and each trains a block of steps while the others wait, so that what else runs on
 the machine slows all of them. Between two blocks each rank (`training`) stands before its next step.
 
-The CPU time of each thread of the ranks tells where a step's time goes.
+The CPU time of each thread of the ranks tells where a step's time goes. `--measure profile` draws it, function by
+function: runs/profile gets a flame graph for each contender.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from benchmarks.command import measures_of, rounds_of
+from benchmarks.flame import draw
 from benchmarks.jobs import (
     PATIENCE_S,
     PRODUCT,
@@ -66,28 +68,65 @@ SETUP = Setup(
     },
 )
 STEADY = 1.02  # the goal
+PROFILE = Path("runs/profile")
 
 
-def options(args: Namespace) -> int:
-    """Return how many blocks of each contender `bench overhead` takes."""
-    measures_of(args, ("steady",))
-    return rounds_of(args, 70)
+def options(args: Namespace) -> tuple[str, int]:
+    """Return what `bench overhead` measures, and how many blocks of each contender it takes."""
+    measure = "profile" if args.measure == "profile" else measures_of(args, ("steady",))[0]
+    return measure, rounds_of(args, 70 if measure == "steady" else 10)
 
 
 def goals(result: Row) -> Verdicts:
     """Yield the verdicts on a result of `bench overhead`."""
-    for row in result["steady"]:
+    for row in result.get("steady", ()):
         for name, times in row["times"].items():
             if name.startswith("ft_hsdp"):
                 yield most(f"{name}: a step, times HSDP's", row, STEADY, times["ratio"])
 
 
-def run(rounds: int, stream: TextIO) -> dict[str, Any]:
+def run(asked: tuple[str, int], stream: TextIO) -> dict[str, Any]:
     """Return the result, ready for JSON; progress goes to ``stream``. Raises Retryable where a process fails."""
+    measure, rounds = asked
     log = ProgressLog(stream)
     result, started = begin_result("overhead", log)
-    result["steady"] = steady(rounds, log)
+    result[measure] = steady(rounds, log) if measure == "steady" else profile(rounds, log)
     return finish_result(result, goals(result), log, started)
+
+
+def profile(rounds: int, log: ProgressLog, setup: Setup = SETUP, folder: Path = PROFILE) -> list[ResultRow]:
+    """Draw where the ranks of HSDP, and of ft_hsdp over each transport, spend their CPU time; return the files.
+
+    Each contender is alone on the machine. Raises Retryable where a process fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[ResultRow] = []
+    for name, (kind, of) in contenders_of(setup, TRANSPORTS).items():
+        with scratch() as (stack, own):
+            links = start(name, kind, of, own, stack)
+            greet(links)
+            train(links, of.steps, Counter())  # the first step is slower
+            ask(links, {"stacks": "start"})
+            for _ in range(rounds):
+                train(links, of.steps, Counter())
+            stacks = Counter[str]()
+            for answer in ask(links, {"stacks": "stop"}):
+                stacks.update(answer["stacks"])
+        steps = rounds * of.steps
+        file = folder / f"{name.replace(', ', '-').replace(' ', '-')}.svg"
+        file.write_text(draw({call: us / 1000 / steps for call, us in stacks.items()}, f"{name}, a step"))
+        log.say(f"{name}: {sum(stacks.values()) / 1000 / steps:.0f} ms of CPU time a step: {file}")
+        rows.append({"crew": name, "cpu_ms": round(sum(stacks.values()) / 1000 / steps, 1), "file": str(file)})
+    return rows
+
+
+def contenders_of(setup: Setup, transports: tuple[str, ...]) -> dict[str, tuple[str, Setup]]:
+    """Return HSDP, and ft_hsdp over each transport: kind and setup, by name."""
+    contenders: dict[str, tuple[str, Setup]] = {"hsdp": ("hsdp", setup)}
+    for transport in transports:
+        sections = {**setup.sections, "ftar": {"timeout_s": PATIENCE_S, "transport": transport}}
+        contenders[f"ft_hsdp, {transport}"] = (PRODUCT, replace(setup, sections=sections))
+    return contenders
 
 
 def in_turns(
@@ -135,10 +174,7 @@ def steady(
 
     Between machines ft_hsdp uses TCP, as HSDP's gloo always does. Raises Retryable where a process fails.
     """
-    contenders: dict[str, tuple[str, Setup]] = {"hsdp": ("hsdp", setup), "hsdp again": ("hsdp", setup)}
-    for transport in transports:
-        sections = {**setup.sections, "ftar": {"timeout_s": PATIENCE_S, "transport": transport}}
-        contenders[f"ft_hsdp, {transport}"] = (PRODUCT, replace(setup, sections=sections))
+    contenders = contenders_of(setup, transports) | {"hsdp again": ("hsdp", setup)}
     took, cpu = in_turns(contenders, rounds)
     total = {name: sum(threads.values()) for name, threads in cpu.items()}
     row: ResultRow = {

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ft_hsdp
+from benchmarks.flame import Sampler
 from benchmarks.jobs import PATIENCE_S, PRODUCT, RankSpec, Setup, job_config
 from benchmarks.processes import LOOPBACK, Answer, Obey, run_worker
 from ft_hsdp.config import Config, load
@@ -257,10 +258,16 @@ def set_up() -> tuple[Answer, Obey]:
     train = product if spec.kind == PRODUCT else hsdp
     steps = train(spec, Setup(**spec.setup), load(Path(spec.config)))
     next(steps)
+    sampler = Sampler()
 
     def obey(command: Mapping[str, Any]) -> Answer:
         if "cpu" in command:
             return {"cpu": cpu_time()}
+        if command.get("stacks") == "start":
+            sampler.start()
+            return {}
+        if command.get("stacks") == "stop":
+            return {"stacks": sampler.stop()}
         time.sleep(max(0.0, command["at"] - time.monotonic()))
         for _ in range(command["steps"]):
             next(steps)

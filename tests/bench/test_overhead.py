@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import io
+import re
+import threading
+import time
 
 import pytest
 
 from benchmarks import overhead
+from benchmarks.flame import Sampler, draw
 from benchmarks.jobs import TRAIN, WAITING, Setup
 from benchmarks.results import ProgressLog, ratio_interval
 
@@ -33,3 +37,36 @@ def test_both_train_in_turn() -> None:
     assert {"MainThread", "ftar", "control"} <= row["cpu_ms"]["ft_hsdp, tcp"].keys()
     assert row["cpu_times"]["hsdp"] == 1
     assert min(crew["min_ms"] for crew in row["crews"].values()) > 10  # each waits as long as it is told
+
+
+def test_a_flame_graph_shows_each_function_once_with_all_that_it_calls() -> None:
+    graph = draw({"main;a;b": 30.0, "main;a": 10.0, "main;a;c": 20.0, "other;a": 40.0}, "a step")
+    assert "a step: 100 ms" in graph
+    said = re.findall(r"<title>(.*?)</title>.*?x=\"([\d.]+)\"", graph)
+    assert [(text, float(x)) for text, x in said] == [
+        ("main: 60.0 ms, 60.0 %", 0.0),
+        ("a: 60.0 ms, 60.0 %", 0.0),
+        ("b: 30.0 ms, 30.0 %", 0.0),
+        ("c: 20.0 ms, 20.0 %", 480.0),
+        ("other: 40.0 ms, 40.0 %", 960.0),
+        ("a: 40.0 ms, 40.0 %", 960.0),
+    ]
+
+
+def test_the_sampler_counts_what_computes_and_not_what_waits() -> None:
+    def spin() -> None:
+        until = time.thread_time() + 0.3
+        while time.thread_time() < until:
+            sum(range(1000))
+
+    waiting = threading.Event()
+    threads = [threading.Thread(target=spin, name="spins-1"), threading.Thread(target=waiting.wait, name="waits")]
+    sampler = Sampler()
+    sampler.start()
+    for thread in threads:
+        thread.start()
+    threads[0].join()
+    waiting.set()
+    found = sampler.stop()
+    assert sum(us for stack, us in found.items() if stack.startswith("spins;") and ".spin" in stack) > 100_000
+    assert sum(us for stack, us in found.items() if stack.startswith("waits;")) < 20_000
