@@ -22,6 +22,7 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
@@ -78,6 +79,7 @@ from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter
 
 BEATS = 3  # of a watch beside the ranks, in timeouts.evict_s
+TOLD_S = 0.001  # a shorter wait for a snapshot is none
 SILENT = 1.5  # x timeouts.evict_s: an order of the lighthouse, which knows more, comes first
 
 
@@ -112,6 +114,7 @@ class RankRuntime:
         self._ending = False  # from now on connections may close
         self._started = False  # `start` is done
         self._progress = 0  # what the main thread has got done: see `moved`
+        self.snapshot_s = 0.0  # for which the newest vote waited for the snapshot of the state before
         self._pauses = pauses
         self._arena = Arena()
         self._narrow = config.ftar.dtype == "bfloat16"
@@ -256,10 +259,13 @@ class RankRuntime:
         It waits for the copies that its host makes of other hosts' shards, too.
         """
         fault_injection.reach("vote", vote.fence.step)
+        began = time.monotonic()
 
         def snapshot_done() -> None:
             state = self.live_state.state
             assert state is not None
+            waited_s = time.monotonic() - began
+            self.snapshot_s = waited_s if waited_s > TOLD_S else 0.0
             self.copies.vote(vote, state, self.report)
 
         self.snapshots.after(snapshot_done)

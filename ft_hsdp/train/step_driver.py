@@ -433,7 +433,8 @@ class StepDriver:
         record, live_state, journal = order.record, self._live_state, self.here.runtime.journal
         traffic = self.here.runtime.reducer.traffic
         copying = self.here.runtime.copies.cost()
-        waits = exposed(now, waited_s, traffic.ended, traffic.held_up, copying.waited_s)
+        packing_s = self.here.runtime.snapshot_s
+        waits = exposed(now, waited_s, traffic.ended, traffic.held_up, copying.waited_s, packing_s)
         waits["quorum"] += self._awaited_s
         if live_state.offload is not None:
             waits["offload"] = live_state.offload.lap()  # of the update before

@@ -23,25 +23,32 @@ class Timing:
     copied: int = 0  # bytes of copies of the state before that its hosts made
 
 
-def exposed(now: float, waited: float, reduced: float, held_up: float, copying: float = 0.0) -> dict[str, float]:
+def exposed(
+    now: float, waited: float, reduced: float, held_up: float, copying: float = 0.0, packing: float = 0.0
+) -> dict[str, float]:
     """Divide the time that the main thread waited for a commit by its causes.
 
-    FTAR goes on after backward until ``reduced``; then votes wait for copies, and the replicas agree. As far as
-    FTAR ended late because it had waited for the lighthouse's answer, the wait is the quorum's.
+    FTAR goes on after backward until ``reduced``; then votes wait for the snapshot of the state before, then for
+    copies of it, and the replicas agree. As far as FTAR ended late because it had waited for the lighthouse's
+    answer, the wait is the quorum's.
 
     Args:
         reduced: When the last all-reduce ended, on the same clock.
         held_up: Seconds for which gradients waited for an order.
         copying: Seconds for which a vote waited for copies of the state before.
+        packing: Seconds for which this rank's vote waited for its snapshot of that state.
 
     Returns:
-        Seconds of "quorum", "ftar" and "commit", and of "copies" if there are any, which add up to ``waited``.
+        Seconds of "quorum", "ftar" and "commit", and of "snapshot" and "copies" if there are any, which add up to
+        ``waited``.
     """
     late = min(max(reduced - (now - waited), 0.0), waited)
     quorum = min(held_up, late)
-    copies = min(copying, waited - late)
-    found = {"quorum": quorum, "ftar": late - quorum, "commit": waited - late - copies}
-    return {**found, "copies": copies} if copying else found
+    snapshot = min(packing, waited - late)
+    copies = min(copying, waited - late - snapshot)
+    found = {"quorum": quorum, "ftar": late - quorum, "commit": waited - late - snapshot - copies}
+    more = {"snapshot": snapshot, "copies": copies}
+    return found | {cause: seconds for cause, seconds in more.items() if seconds}
 
 
 @dataclass(eq=False)

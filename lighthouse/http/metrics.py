@@ -23,7 +23,7 @@ from lighthouse.http.access import Bearer, Keys
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.replicas import STATES
 
-WAITS = ("quorum", "ftar", "copies", "commit", "offload")
+WAITS = ("quorum", "ftar", "snapshot", "copies", "commit", "offload")
 ROUTES = (
     *("/v1/quorum", "/v1/processes", "/v1/telemetry", "/v1/status", "/v1/overview", "/v1/events", "/v1/stream"),
     *("/v1/holders", "/metrics", "/healthz", "/"),

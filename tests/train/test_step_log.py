@@ -102,6 +102,12 @@ def test_what_is_not_hidden_under_backward_has_a_cause(now, waited, reduced, hel
     assert exposed(now, waited, reduced, held_up) == {"quorum": quorum, "ftar": ftar, "commit": commit}
 
 
+def test_a_vote_waits_for_the_snapshot_first_and_then_for_copies() -> None:
+    found = exposed(10.0, 2.0, 8.5, 0.0, copying=0.25, packing=0.5)
+    assert found == {"quorum": 0.0, "ftar": 0.5, "commit": 0.75, "snapshot": 0.5, "copies": 0.25}
+    assert exposed(10.0, 2.0, 9.0, 0.0, copying=5.0, packing=5.0)["snapshot"] == 1.0
+
+
 def test_whoever_else_keeps_commits_hears_of_each(tmp_path: Path) -> None:
     heard: list[object] = []
     StepLog(tmp_path, "0-x-0", heard.append).committed(

@@ -26,7 +26,8 @@ JOB = 1  # pid of the job's process; to Perfetto pid 0 is the idle process
 ALL, OTHERS = 1, 2  # threads of the job: marks across all processes, and events of no replica
 FIRST = 10  # pid of the process of replica 0
 STEPS, INCARNATIONS, RANKS = 1, 2, 10  # threads of a replica; that of rank r is RANKS + r
-WAITED = ("quorum", "ftar", "commit")  # causes of waiting, in the order in which they come at the end of a step
+# Causes of waiting, in the order in which they come at the end of a step.
+WAITED = ("quorum", "ftar", "snapshot", "copies", "commit")
 ENDED = ("done", "stopped")  # kinds of an incarnation's end that are no failure
 MARKS = (
     "EpochGranted",

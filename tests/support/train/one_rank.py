@@ -60,7 +60,7 @@ class OneRank:
         self.model.register_forward_hook(self.driver.returned)
         self.driver.replica = replica
         self.optim = Optimizer(self.driver)
-        self.runtime, self.saver = mock.Mock(), mock.Mock()
+        self.runtime, self.saver = mock.Mock(snapshot_s=0.0), mock.Mock()
         self.joined = Joined(self.runtime, self.saver, None, False)
         self.driver.begin(self.joined)
         self.source: Any = mock.Mock()
