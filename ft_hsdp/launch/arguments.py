@@ -11,7 +11,9 @@ from ft_hsdp.analysis.costs import ASSUMED, option
 from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError
 
 BENCHES = ("ftar", "quorum", "fetch", "recovery", "overhead", "return", "hosts", "memory")
-MEASURES = "of recovery: kill, torchft, stop; of memory: lost, union; or all; of quorum: agents"
+MEASURES = (
+    "of recovery: kill, torchft, stop; of memory: lost, union; or all; of quorum: agents; of overhead: profile"
+)
 BENCH_TIME = (
     "A checkout alone has them. On 2 quiet cores ftar takes about 6 minutes, and 15 GiB of memory; fetch 2, and "
     "10 GiB; quorum 1; recovery 7; overhead 8; return 3; memory 20"
