@@ -2,7 +2,7 @@
 
 Every `PERIOD_S` a thread looks where each of the others is, and counts the CPU time that it has taken since the
 look before. So waits do not count, and what C does counts for the function that called it. What is shorter than
-`PERIOD_S` counts for where its thread is afterwards: of a thread that computes in bursts, the total alone is right.
+`PERIOD_S` counts for where its thread is afterwards: of a thread that computes in bursts only the total is right.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from ftar_kernels.flags import Command, host_buffer
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import StagedPlane
 from ftar_kernels.reduce_copy import DTYPES, vector
+from ftar_kernels.summary import reference as summary_reference
+from ftar_kernels.summary import summarize
 
 SIZES = (1, 3, 16, 511, 8192, 20_000, 70_001)
 LARGE = (1_000_003, 8_388_608)
@@ -88,6 +90,20 @@ def kernels(device: torch.device) -> dict[str, Any]:
                     if not all(torch.equal(g, w) for g, w in zip(got[: 1 + two], want[: 1 + two], strict=True)):
                         wrong.append(f"{dtype} {size} reduces={reduces} two={two}")
     return {"ok": not wrong, "cases": cases, "wrong": wrong}
+
+
+def summaries(device: torch.device) -> dict[str, Any]:
+    """Check digests and squares of random values, of spans, and of values that lie elsewhere in memory."""
+    wrong = []
+    for size in SIZES + (LARGE if device.type == "cuda" else ()):
+        values = fresh(size, torch.float32, device)
+        spans = [(0, size), (size // 3, size // 2)]
+        found, want = summarize(values, spans)(), summary_reference(values, spans)
+        elsewhere = torch.cat([values[:1], values])[1:]
+        close = all(abs(a - b) <= 1e-12 * b for a, b in zip(found[1], want[1], strict=True))
+        if found[0] != want[0] or not close or summarize(elsewhere, ())()[0] != found[0]:
+            wrong.append(f"{size}: {found} instead of {want}")
+    return {"ok": not wrong, "cases": len(SIZES), "wrong": wrong}
 
 
 def drain(job: Any, count: int, seconds: float = 30.0) -> list[Command]:

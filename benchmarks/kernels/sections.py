@@ -56,7 +56,8 @@ def interpreted_processes() -> dict[str, Any]:
 def correct() -> dict[str, Any]:
     """Check kernels and commands on the GPU."""
     device = _device()
-    return _all_ok([checks.kernels(device), checks.commands(device, 3000, 4), checks.commands(device, 300_000, 2)])
+    commands = [checks.commands(device, 3000, 4), checks.commands(device, 300_000, 2)]
+    return _all_ok([checks.kernels(device), *commands, checks.summaries(device)])
 
 
 def threads() -> dict[str, Any]:

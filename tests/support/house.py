@@ -28,8 +28,8 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 SIZES: dict[str, tuple[int, int]] = {
     "statements": (38_923, 39_000),
     "lines with JavaScript": (72_297, 71_000),
-    "benchmarks outside the package": (3_979, 4_000),  # statements
-    "test lines": (66_342, 66_000),  # the model checker among them
+    "benchmarks outside the package": (3_993, 4_000),  # statements
+    "test lines": (66_343, 66_000),  # the model checker among them
     "modules with code": (296, 310),
     "configuration keys": (121, 121),  # 120, and `network.interfaces`
     "timeouts among them": (15, 14),
