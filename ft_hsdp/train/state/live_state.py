@@ -376,14 +376,15 @@ class LiveState:
         hashed = xxhash.xxh3_128()
         with self._reading():
             pieces = [as_bytes(local(self._live[index]))[a:b] for index, a, b in self._pieces(state)]
-            if self._summarize is not None and pieces:
-                rest = -sum(map(len, pieces)) % 4
-                digest, _ = self._summarize(torch.cat([*pieces, pieces[0].new_zeros(rest)]), ())()
+            device = self._live[0].device  # with `optim.offload` others are in host memory
+            if self._summarize is not None and (there := [p for p in pieces if p.device == device]):
+                rest = -sum(map(len, there)) % 4
+                digest, _ = self._summarize(torch.cat([*there, there[0].new_zeros(rest)]), ())()
                 hashed.update(digest.encode())
-            else:
-                for piece in pieces:
-                    array: Any = piece.cpu().numpy()
-                    hashed.update(array.data)
+                pieces = [p for p in pieces if p.device != device]
+            for piece in pieces:
+                array: Any = piece.numpy()
+                hashed.update(array.data)
         hashed.update(self._user.encoded)
         return hashed.hexdigest()
 

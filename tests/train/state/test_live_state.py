@@ -181,6 +181,29 @@ def packed(live: LiveState) -> tuple[ShardManifest, Bytes]:
     return manifest, into
 
 
+def test_a_flip_shows_in_the_slice_that_a_device_has_hashed(mesh: DeviceMesh, monkeypatch) -> None:
+    asked: list[int] = []
+
+    def summarize(values: torch.Tensor, spans: object) -> Any:
+        asked.append(values.numel())
+        return lambda: (values.view(torch.int32).numpy().tobytes().hex(), [])
+
+    monkeypatch.setattr(live_state, "device_summaries", lambda device: summarize)
+    digests = []
+    for flipped in (False, True):
+        live, sharded = hold(mesh)
+        if flipped:
+            local(sharded.params["first"])[0, 0] += 1
+        digests.append([slices(live, step) for step in range(SLICES)])
+    assert sum(one != other for one, other in zip(*digests, strict=True)) == 1
+    assert all(numel % 4 == 0 for numel in asked)
+
+
+def slices(live: LiveState, step: int) -> str:
+    live.state = StateId(0, step, "0" * 32)
+    return live.slice_digest("0" * 32)
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_state_is_loaded_as_a_whole_and_goes_on_alike(mesh: DeviceMesh, offload: bool) -> None:
     one, one_sharded = hold(mesh)
