@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "statements": (38_925, 39_000),
     "lines with JavaScript": (72_298, 71_000),
     "benchmarks outside the package": (3_993, 4_000),  # statements
-    "test lines": (66_366, 66_000),  # the model checker among them
+    "test lines": (66_367, 66_000),  # the model checker among them
     "modules with code": (296, 310),
     "configuration keys": (121, 121),  # 120, and `network.interfaces`
     "timeouts among them": (15, 14),
