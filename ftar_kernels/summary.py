@@ -24,7 +24,7 @@ PART = 2048  # elements that a program loads at once
 PARTS = 32
 BLOCK = PART * PARTS  # elements of a program
 FOLD = 1024  # blocks that are added at once
-WARPS = 8
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # of each launch: the bits must not depend on a default
 MASK = 0xFFFFFFFF
 PLACE, PLACE2 = 0x9E3779B1, 0x7FEB352D  # odd: what a word's place is multiplied by
 MIX1, MIX2 = 0x85EBCA6B, 0xC2B2AE35  # murmur3's
@@ -145,10 +145,10 @@ def _look(words: Tensor, span: tuple[int, int], found: Tensor, digest: int | Non
     chosen = {"DIGEST": digest is not None, "SQUARE": square is not None}
 
     def launch() -> None:
-        block_kernel[(blocks,)](words, digests, squares, start, stop, **chosen, **SIZES, num_warps=WARPS)
+        block_kernel[(blocks,)](words, digests, squares, start, stop, **chosen, **SIZES, **OPTIONS)
         for parts, into, place in ((digests, found, digest), (squares, found.view(torch.float64), square)):
             if place is not None:
-                fold_kernel[(1,)](parts, into, place, blocks, FOLD=FOLD, num_warps=WARPS)
+                fold_kernel[(1,)](parts, into, place, blocks, FOLD=FOLD, **OPTIONS)
 
     if INTERPRETED:
         HostStream.alone(launch)

@@ -213,7 +213,7 @@ def _summary_problems(fn: Any, types: dict[str, str], constants: dict[str, Any],
     compiled = triton.compile(
         ASTSource(fn, signature, constants, aligned),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": summary.WARPS},
+        options=summary.OPTIONS,
     )
     usage, code = (_cuobjdump(compiled.asm["cubin"], option) for option in ("-res-usage", "-sass"))
     name = " ".join([fn.__name__, *(k.lower() for k, v in constants.items() if v is True)])

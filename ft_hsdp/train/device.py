@@ -80,9 +80,7 @@ def choose(name: str, local_rank: int) -> torch.device:
     torch.cuda.set_device(device)
     torch.cuda.init()
     if near := local_cpus(torch.cuda.get_device_properties(device)):
-        os.sched_setaffinity(
-            0, near
-        )  # threads that are started later inherit it, and pinned memory comes from there
+        os.sched_setaffinity(0, near)  # later threads inherit it, and pinned memory comes from there
     return device
 
 

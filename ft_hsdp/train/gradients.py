@@ -85,7 +85,7 @@ class Reducer:
     checked: Callable[[str, LanePlan], Sequence[str]] = lambda prev, plan: ()
     meter: SpanMeter = field(default_factory=SpanMeter)  # told when the ring is used
     _summarize: Summarize | None = None  # looks at sums on the device
-    _narrow: int = 0  # how many buckets, the first ones, travel as bfloat16 (`ftar.dtype`)
+    _wires: Sequence[torch.dtype | None] = ()  # of each bucket, from `train.lanes.wires`; (): all as they are
     _metered: bool = False  # the meter was told that the ring is used
     # By bucket: what is in it after each part of the step. An attempt takes the first one with the units that
     # it asks for, so all ranks take the same one.
@@ -125,7 +125,7 @@ class Reducer:
         bucket: int,
         flat: torch.Tensor,
         contributions: tuple[Contribution, ...],
-        loss: Callable[[], float] = lambda: 0.0,
+        loss: Callable[[], float],
     ) -> None:
         """Take the local gradient of a bucket, or more of it, which is added; does not block.
 
@@ -248,7 +248,7 @@ class Reducer:
             for place, lane, part in self._plan.of(bucket):
                 target = part.target(self._out[bucket], partial(self._lane_memory, bucket, place))
                 given = None if flat is None else part.gather(flat, target)
-                wire = torch.bfloat16 if bucket < self._narrow else None
+                wire = self._wires[bucket] if self._wires else None
                 work = self._group.all_reduce(key, given, target, mine, after, lane.ring.number, wire)
                 work.add_done_callback(partial(self._done, order.fence, bucket, place))
 

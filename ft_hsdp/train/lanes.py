@@ -268,6 +268,12 @@ def _append(runs: list[LaneRun], begin: int, size: int) -> None:
         runs.append(LaneRun(begin, end, size))
 
 
+def wires(config: Config, model: AdoptedModel) -> tuple[torch.dtype | None, ...]:
+    """Return the type in which each bucket of sums travels; None: as it is, also what is no gradient."""
+    narrow = torch.bfloat16 if config.ftar.dtype == "bfloat16" else None
+    return tuple(narrow if bucket < model.gradients else None for bucket in range(len(model.sizes)))
+
+
 def check_fewer_ranks(config: Config, model: AdoptedModel, ranks: int) -> None:
     """Check that fewer ranks can hold a model, if a replica of the job may go on with fewer.
 

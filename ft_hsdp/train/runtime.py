@@ -69,7 +69,7 @@ from ft_hsdp.train.device import device_plane, device_summaries, numerics
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name
-from ft_hsdp.train.lanes import GradientLanes, LanePlan, one_lane
+from ft_hsdp.train.lanes import GradientLanes, LanePlan, one_lane, wires
 from ft_hsdp.train.loop.user_loop import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.rank_zero import Bus, OtherRank, RankZero, ReplicaFacts, same_data
@@ -117,9 +117,8 @@ class RankRuntime:
         self.snapshot_s = 0.0  # for which the newest vote waited for the snapshot of the state before
         self._pauses = pauses
         self._arena = Arena()
-        self._narrow = config.ftar.dtype == "bfloat16"
-        wire = torch.bfloat16 if self._narrow else None
-        self._plane = device_plane(device, self._arena, RingSettings.of(config), max(model.sizes), wire)
+        self._wires = wires(config, model)
+        self._plane = device_plane(device, self._arena, RingSettings.of(config), max(model.sizes), self._wires[0])
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(lambda loop, context: self._crash(context))
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
@@ -379,7 +378,7 @@ class RankRuntime:
             config.ftar.chunk_bytes,
             config.ftar.chunks,
             place.ranks,
-            *[config.ftar.dtype] * self._narrow,
+            *[config.ftar.dtype] * any(self._wires),
         )
         member = MemberIdentity(identity.replica, place.rank, ring_layout, place.token)
         usual = one_lane(member.lanes()[0], self._sizes, self.live_state.counted)
@@ -406,7 +405,7 @@ class RankRuntime:
             self._compared,
             self.spans.meter,
             device_summaries(self._device),
-            self.model.gradients if self._narrow else 0,
+            self._wires,
         )
         self._orders = OrderHandler(
             identity.replica,

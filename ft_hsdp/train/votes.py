@@ -25,6 +25,10 @@ LARGEST = torch.finfo(torch.float32).max
 SURE_NORM = 1e18  # its square is far below LARGEST
 
 
+Numbers = tuple[list[str], list[float]]
+"""Of a sum: the checksums of its pieces, and the sums of squares of what counts in the norm."""
+
+
 @dataclass(frozen=True, slots=True)
 class Looked:
     """What a vote says of the sum of a lane's part of a bucket."""
@@ -32,10 +36,10 @@ class Looked:
     bucket: int
     lane: int  # place in the plan
     entries: Sequence[Entry]  # of each member
-    numbers: Callable[[], tuple[list[str], list[float]]]  # checksums of its pieces, squares of what counts
+    numbers: Callable[[], Numbers]
 
 
-def look(part: LanePart, pieces: Sequence[torch.Tensor], summarize: Summarize | None) -> Callable[[], Any]:
+def look(part: LanePart, pieces: Sequence[torch.Tensor], summarize: Summarize | None) -> Callable[[], Numbers]:
     """Begin to compute what a vote says of a sum, and return what waits for it (`Looked.numbers`).
 
     Args:
@@ -51,7 +55,7 @@ def look(part: LanePart, pieces: Sequence[torch.Tensor], summarize: Summarize | 
     with aside(pieces[0].device):
         waits = summarize(pieces[0], part.counted[0])
 
-    def fetched() -> tuple[list[str], list[float]]:
+    def fetched() -> Numbers:
         digest, squares = waits()
         return [digest], squares
 
@@ -76,7 +80,7 @@ def lane_votes(plan: LanePlan, looked: Iterable[Looked], state_digests: Sequence
     return tuple(votes)
 
 
-def judged(numbers: Iterable[tuple[list[str], list[float]]]) -> tuple[str, float]:
+def judged(numbers: Iterable[Numbers]) -> tuple[str, float]:
     """Return the digest of a lane's sums, and the sum of squares of what counts in the norm, bucket by bucket."""
     found = list(numbers)
     digest = state_id.digest([each for checksums, _ in found for each in checksums])

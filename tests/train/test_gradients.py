@@ -3,11 +3,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ft_hsdp.config import Config, parse
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, Contribution, Vote
 from ft_hsdp.core.effects import Reduce
@@ -20,7 +22,7 @@ from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.train import gradients as reducing
 from ft_hsdp.train.gradients import Feeding, Reducer
-from ft_hsdp.train.lanes import GradientLanes, LanePlan, one_lane
+from ft_hsdp.train.lanes import GradientLanes, LanePlan, one_lane, wires
 from ft_hsdp.train.votes import checksum, contributions, judged, look, usable
 from tests.support.train.meter import Meter
 
@@ -42,7 +44,7 @@ class Op:
         lane: int | None = None,
         wire: torch.dtype | None = None,
     ) -> None:
-        self.key, self.local, self.out = key, local, out
+        self.key, self.local, self.out, self.wire = key, local, out, wire
         self.mine = mine() if callable(mine) else mine
         assert after is None  # tensors on the CPU are complete
         assert lane in (None, 1)
@@ -345,12 +347,22 @@ def test_what_comes_while_nothing_is_fed_is_dropped(s: Scene) -> None:
     assert s.buckets == []
 
 
+def test_gradients_travel_as_the_configuration_says_and_the_rest_as_it_is() -> None:
+    model: Any = SimpleNamespace(gradients=2, sizes=SIZES)
+    narrow = parse({"ftar": {"dtype": "bfloat16"}})
+    assert (*wires(Config(), model), *wires(narrow, model)) == (None,) * 3 + (torch.bfloat16,) * 2 + (None,)
+    group: Any = Group()
+    reducer = Reducer(group, LANES, 0, 1, lambda vote: None, _wires=wires(narrow, model))
+    reducer.begin(Reduce(AttemptId(1, 1, 0), "behind", PREV, ()))
+    assert [op.wire for op in group.ops] == [torch.bfloat16, torch.bfloat16, None]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e15, 0.0])
 def test_a_gradient_that_is_not_finite_is_flagged(s: Scene, bad: float) -> None:
     s.begin()
     s.open()
     s.ready(0, 2)
-    s.reducer.ready(1, torch.full((5,), bad), MINE)
+    s.reducer.ready(1, torch.full((5,), bad), MINE, lambda: 1.5)
     expected = not math.isfinite(bad)
     assert [op.mine.poisoned for op in s.group.ops] == [False, expected, False]
     s.end()
@@ -395,7 +407,7 @@ def test_a_work_that_is_done_before_its_callback_is_set() -> None:
 def test_a_bucket_of_another_size_is_a_programmers_error(s: Scene) -> None:
     s.open()
     with pytest.raises(ValueError, match="bucket 1 has 4 elements, planned 5"):
-        s.reducer.ready(1, torch.zeros(4), MINE)
+        s.reducer.ready(1, torch.zeros(4), MINE, lambda: 1.5)
 
 
 def test_buckets_that_disagree_have_no_contributors() -> None:

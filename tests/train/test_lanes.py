@@ -63,7 +63,7 @@ class Trainer:
         self.reducer.open(Feeding(fence.step))
         self.begin(fence)
         for index, bucket in reversed(list(enumerate(buckets))):
-            self.reducer.ready(index, bucket, mine)
+            self.reducer.ready(index, bucket, mine, lambda: 0.0)
         return buckets
 
     def trained(self) -> list[torch.Tensor]:

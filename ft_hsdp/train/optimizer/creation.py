@@ -106,10 +106,8 @@ def _warm_up(optimizer: torch.optim.Optimizer) -> None:
                 if TRIAL_COPIES * like.numel() <= total:
                     _step_copy(optimizer, group, like, optimizer.state[like])
                     continue
-            except (
-                Exception
-            ) as error:  # of the optimizer, if a small one fails, too; else this process lacks memory
-                failed = error
+            except Exception as error:
+                failed = error  # of the optimizer, if a small one fails, too; else this process lacks memory
             with _refusing(optimizer):
                 _step_copy(optimizer, group, _small(like, 0), {})
             if failed is not None:

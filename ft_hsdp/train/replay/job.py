@@ -39,7 +39,7 @@ from ft_hsdp.train.data.prefetch import Reader
 from ft_hsdp.train.device import device_summaries
 from ft_hsdp.train.identity import FromEnvironment, RankPlace
 from ft_hsdp.train.job import Job
-from ft_hsdp.train.lanes import GradientLanes, one_lane
+from ft_hsdp.train.lanes import GradientLanes, one_lane, wires
 from ft_hsdp.train.orders import ApplyOrder, Mailbox, Order
 from ft_hsdp.train.replay.lanes import LocalGradients, PartVote, SharedLanes
 from ft_hsdp.train.state.checkpointing import checkpoints_of, load_checkpoint, open_checkpoints
@@ -277,8 +277,8 @@ class ReplayJob(Job):
         settings, timeouts = Settings.of(self.config), self.config.timeouts
         wait_s = timeouts.start_s + timeouts.step_s
         place = recorded.widths, self.ranks, self.rank, recorded.shared
-        narrow = self._adopted.gradients if self.config.ftar.dtype == "bfloat16" else 0
-        return SharedLanes(lanes, *place, settings, wait_s, device_summaries(self.device), narrow)
+        looks = device_summaries(self.device), wires(self.config, self._adopted)
+        return SharedLanes(lanes, *place, settings, wait_s, *looks)
 
     def leave(self) -> None:
         """Do nothing: a replay ends with its last step."""

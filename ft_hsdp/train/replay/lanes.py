@@ -122,7 +122,7 @@ class SharedLanes:
     _settings: Settings  # of the job's rings
     _wait_s: float  # the longest wait for ranks of another width
     _summarize: Summarize | None = None  # looks at sums on the device, as the job's ranks did
-    _narrow: int = 0  # how many buckets, the first ones, travelled as bfloat16
+    _wires: Sequence[torch.dtype | None] = ()  # of each bucket, from `train.lanes.wires`; (): all as they are
     _written: list[Path] = field(default_factory=list)  # by this rank, and perhaps not read by all others yet
 
     def give(self, record: CommitRecord, trained: Mapping[int, Sequence[Tensor]]) -> None:
@@ -156,7 +156,7 @@ class SharedLanes:
             for bucket, flat in enumerate(out):
                 for part in (part for at, _, part in plan.of(bucket) if at == place):
                     given = {replica: parts[bucket] for replica, parts in theirs.items()}
-                    wire = torch.bfloat16 if bucket < self._narrow else None
+                    wire = self._wires[bucket] if self._wires else None
                     sums = sum_part(part, given, flat, record.ring, self._settings, wire)
                     found.append(look(part, sums, self._summarize)())
             votes.append((lane.ring.number, *judged(found)))
