@@ -121,7 +121,7 @@ def _hear(s: LighthouseState, event: Event, now: float) -> LighthouseState:
             if there is not None and there.report.life == report.life and report.number <= there.report.number:
                 return s
             evict_s, alone = s.policy.evict_s, presence.alone
-            returns = there is not None and there.silent(now, evict_s)
+            returns = there is not None and there.silent(now, presence.since or now, evict_s)
             if returns and (is_cut_off(s, now) or (alone is not None and now < alone + evict_s)):
                 presence = replace(presence, alone=now)
             presence = replace(presence, hosts={**presence.hosts, name: PresentHost(report, now)})

@@ -66,11 +66,10 @@ def known_hosts(s: LighthouseState) -> list[str]:
 
 def unheard(s: LighthouseState, name: str, now: float) -> bool:
     """Return whether the agent of a host is gone, or cut off; after the lighthouse was, all have time to come."""
-    present, alone, evict_s = s.presence.host(name), s.presence.alone, s.policy.evict_s
-    if present is None:
-        alone = s.presence.since
-        return alone is not None and now >= alone + evict_s
-    return present.silent(now, evict_s) and (alone is None or now >= alone + evict_s)
+    present, alone, evict_s, since = s.presence.host(name), s.presence.alone, s.policy.evict_s, s.presence.since
+    if present is None or since is None:
+        return since is not None and now >= since + evict_s
+    return present.silent(now, since, evict_s) and (alone is None or now >= alone + evict_s)
 
 
 def is_silent(s: LighthouseState, me: PlacedReplica, position: int, now: float) -> bool:

@@ -115,7 +115,7 @@ class Placement:
     wrong: bool = False  # the configuration or the script is to blame for the end of the job
 
 
-RETURN_S = 0.25  # in which an agent that lives sends another report, when one was lost
+RETURN_S = 0.25  # in which a living agent reports again, when its report is lost in the first moments of a term
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +134,17 @@ class PresentHost:
         """What it has of an incarnation; None: nothing, or it does not know of it yet."""
         return next((each for each in self.report.ranks if each.incarnation == incarnation), None)
 
-    def silent(self, now: float, evict_s: float) -> bool:
-        """Return whether its agent is gone, or cut off."""
-        return (self.closed is not None and now >= self.closed + RETURN_S) or now >= self.heard + evict_s
+    def silent(self, now: float, since: float, evict_s: float) -> bool:
+        """Return whether its agent is gone, or cut off.
+
+        Args:
+            now: Seconds of the lighthouse's clock.
+            since: When this term heard the first host. Until `evict_s` after that all agents come back at once,
+                and the lighthouse is busy: one whose report is lost has `RETURN_S` to send another one.
+            evict_s: After how long without a report a host is silent.
+        """
+        back_s = RETURN_S if self.heard < since + evict_s else 0.0
+        return (self.closed is not None and now >= self.closed + back_s) or now >= self.heard + evict_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 # above the figure, so a change that makes the house smaller lowers the limit, too.
 SIZES: dict[str, tuple[int, int]] = {
     "statements": (38_929, 39_000),
-    "lines with JavaScript": (72_303, 71_000),
+    "lines with JavaScript": (72_310, 71_000),
     "benchmarks outside the package": (3_993, 4_000),  # statements
-    "test lines": (66_379, 66_000),  # the model checker among them
+    "test lines": (66_388, 66_000),  # the model checker among them
     "modules with code": (296, 310),
     "configuration keys": (121, 121),  # 120, and `network.interfaces`
     "timeouts among them": (15, 14),

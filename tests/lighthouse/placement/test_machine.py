@@ -212,6 +212,7 @@ def test_a_lone_host_that_is_silent_is_not_lost_until_another_one_comes() -> Non
 
 def test_a_host_whose_connection_ends_is_lost_sooner() -> None:
     w = World("a", "b", "c", each=1)
+    w.settle(EVICT_S)
     former = w.report("a")
     closed = w.report("a")
     w.cut.add("a")
@@ -219,15 +220,23 @@ def test_a_host_whose_connection_ends_is_lost_sooner() -> None:
     w.settle(EVICT_S / 5)
     assert w.me().used == ("a",)  # it had sent another one meanwhile
     w.apply(HostClosed(closed, w.now))
-    w.now += RETURN_S / 2
     w.settle()
-    assert w.me().used == ("a",)
-    closed = w.report("a")  # a connection may end though its agent lives
-    w.settle(RETURN_S)
-    assert w.me().used == ("a",)
-    w.apply(HostClosed(closed, w.now))
-    w.settle(EVICT_S / 5)
     assert w.me().used == ("c",)
+
+
+def test_at_the_start_of_a_term_an_agent_whose_report_is_lost_has_time_to_send_another() -> None:
+    w = World("a", "b", "c", each=1)
+    for returns in (True, False):
+        closed = w.report("a")
+        w.cut.add("a")
+        w.apply(HostClosed(closed, w.now))
+        w.now += RETURN_S / 2
+        w.settle()
+        assert w.me().used == ("a",)
+        if returns:
+            w.report("a")
+        w.settle(RETURN_S)
+        assert w.me().used == ("a" if returns else "c",)
 
 
 def test_an_agent_that_is_started_again_has_no_ranks_of_before_and_the_former_one_has_to_end() -> None:
