@@ -15,6 +15,7 @@ Read the modules in this order:
 - `units`: what one contributor trains in a step, and so the weight of its gradient; which data it takes.
 - `grant`: what the lighthouse grants, what a replica reports to it, and the other answers.
 - `host_report`: what the agent of a host reports to the lighthouse, and what it is to run.
+- `traces`: what a rank tells of its collectives, from which `ft_hsdp.analysis` finds who keeps a job waiting.
 - `events`, `effects`: the input and the output of `transition`.
 - `replica_state`: `Replica`, field by field, and its phases.
 - `replica`: `transition`: one rule for each event.
