@@ -11,9 +11,9 @@ Read in this order:
 - `results`: figures, how they stand to the goals, the machine, output;
 - `processes`: how a bench starts its processes, tells them what to do, and ends them;
 - `allreduce` (bench ftar) with its `allreduce_ranks`, `quorum`, `state_fetch` (bench fetch), `recovery` with its
-  `jobs`, `overhead`, `returns` (bench return: a killed replica's way back), `hosts`, and `memory` (copies of
-  states in host memory) with `whole_job`, a job whose end is awaited: each has `options`, from the words of a
-  command line, `goals` and `run`;
+  `jobs`, `overhead`, `returns` (bench return: a killed replica's way back), `hosts`, `memory` (copies of states
+  in host memory) with `whole_job`, a job whose end is awaited, and `culprits`: each has `options`, from the words
+  of a command line, `goals` and `run`;
 - `training`: the models and the training loops of the ranks; `torchft`: everything that imports torchft.
 
 Two have no name there: `token_mean`, the gradient of a job that weighs tokens beside that of one big batch, and

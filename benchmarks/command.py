@@ -24,6 +24,7 @@ BENCHES: Mapping[str, str] = {
     "return": "returns",
     "hosts": "hosts",
     "memory": "memory",
+    "culprits": "culprits",
 }
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

@@ -40,6 +40,14 @@ def _who(e: Row) -> str:
     return f"replica {e.get('replica')}" + (f" rank {rank}" if rank is not None else "")
 
 
+def _suspects(e: Row) -> str:
+    """Return who is found to keep the job waiting; one of several, if it is not known which."""
+    if e.get("rank") is not None:
+        return _who(e)
+    named = e.get("suspects")
+    return f"one of the ranks {_ids(named[:HOSTS])}" if isinstance(named, list) else "a rank"
+
+
 def _units(e: Row) -> str:
     return f"{e.get('units')} units from {e.get('index')} of data shard {e.get('shard')}"
 
@@ -351,6 +359,13 @@ EVENTS: dict[str, EventKind] = {
     "StragglerSeen": EventKind(
         "replica {replica} is slower than the others",
         over="replica {replica} is as fast as the others again",
+        decision=True,
+    ),
+    "CulpritFound": EventKind(
+        lambda e: f"{_suspects(e)} keeps the job waiting",
+        over="the job gets on again",
+        grave=True,
+        told=True,
         decision=True,
     ),
     "RowsDropped": EventKind("{rows} rows of telemetry are lost"),

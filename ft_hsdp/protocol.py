@@ -25,6 +25,7 @@ from ft_hsdp.core.events import Leaving
 from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Hosts, Refused, Report
 from ft_hsdp.core.host_report import AssignedRanks, HostReport, MachineRanks
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.core.traces import RankTrace
 from ft_hsdp.errors import ProtocolViolation
 
 MAX_MESSAGE = 1 << 20
@@ -100,6 +101,7 @@ class RankBeat:
     host: str  # machine on which it runs
     progress: Count  # counts up while the trainer works
     pause: str = ""  # what its training loop does instead (`Job.pause`); "": it trains
+    trace: RankTrace | None = None  # of its collectives, if nothing moves, and now and then; None: they go on
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp
 
@@ -38,6 +38,20 @@ class LeaderRuntime(NamedTuple):
     app: ASGIApp
 
 
+class LoggedFindings:
+    """Passes on what the journal itself finds out. Its other rows come from logs."""
+
+    def __init__(self, events: Callable[[Mapping[str, object]], None]) -> None:
+        self._events = events
+
+    def take(self, kind: str, seq: int, row: Mapping[str, Any]) -> None:
+        if kind == "event" and row["event"] == "CulpritFound":
+            self._events(row)
+
+    def close(self) -> None:
+        pass
+
+
 def begin(
     config: Config,
     run: Path,
@@ -63,7 +77,8 @@ def begin(
     own = Agreement(config_hash(config), rules=tuple(agreed(config).items()))
     _same_rules(state, own)
     meter = Meter()
-    journal = JobJournal(database, about(config), (meter, *_curves(config, run, database)), gap=gap)
+    sinks: list[Sink] = [meter, LoggedFindings(events), *_curves(config, run, database)]
+    journal = JobJournal(database, about(config), sinks, gap=gap)
 
     def tell(row: Mapping[str, object]) -> None:
         events(row)

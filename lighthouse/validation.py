@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping
 from ft_hsdp.core.commit import MAX_ROWS, AttemptId, CommitRecord
 from ft_hsdp.core.grant import Hosts, Refused, Report, ranks_of
 from ft_hsdp.core.host_report import HostReport
-from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import MAX_UNIT
 from ft_hsdp.core.replica_state import ENTRY, PROTOCOL, difference, other_data
+from ft_hsdp.core.restart import IncarnationId
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_CONFIG, ProtocolViolation
 from ft_hsdp.memory.hosts import Host

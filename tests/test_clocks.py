@@ -6,6 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # Logs, and lines for people; the first term of an empty store, which only has to be new; and the clock's doctor.
 WALL = {
+    "ft_hsdp/ftar/allreduce.py",  # when some all-reduces began, to compare hosts
     "ft_hsdp/jsonl.py",
     "ft_hsdp/launch/doctor/network.py",
     "ft_hsdp/train/step_log.py",
@@ -16,6 +17,7 @@ WALL = {
     "ft_hsdp/launch/ray/logs.py",
     "ft_hsdp/train/job.py",
     "ft_hsdp/train/identity.py",
+    "ft_hsdp/train/tracer.py",  # all hosts tell at the same times
     "lighthouse/__main__.py",  # events before there is a service
     "lighthouse/ha/candidate.py",
     "lighthouse/service.py",

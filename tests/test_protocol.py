@@ -39,7 +39,7 @@ BOUNDED = {int: st.integers(1, 4096), float: st.floats(0, 1e9), str: st.text(str
 def values(kind: Any) -> st.SearchStrategy[Any]:
     """What a field of this type may hold; a message is made of its fields."""
     origin, inside = get_origin(kind), get_args(kind)
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
         fields = get_type_hints(kind, include_extras=True)
         return st.builds(kind, **{name: values(field) for name, field in fields.items()})  # type: ignore[arg-type]
     if origin is Annotated:

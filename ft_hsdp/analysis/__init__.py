@@ -10,7 +10,8 @@ Read in this order:
 - `commits`: which of the commits that replicas logged are in the history that lasted; the values of a user's loop;
 - `incarnations`: when each stage of a replica's start was over;
 - `failures`: which incarnations failed, who noticed when, and how the replica came back;
-- `goodput`: how much of the time trained the model, and where the rest went.
+- `goodput`: how much of the time trained the model, and where the rest went;
+- `culprits`: who keeps a job waiting, from what its ranks tell of their collectives; `diagnosis`: the document.
 
 Before a run, `launcher.py plan` computes from a configuration what copies of the state will be worth:
 

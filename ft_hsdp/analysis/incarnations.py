@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.restart import IncarnationId
 
 Row = Mapping[str, Any]
 

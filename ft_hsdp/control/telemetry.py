@@ -14,7 +14,8 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ft_hsdp.control.lighthouse_client import NotTaken
@@ -121,6 +122,7 @@ PLACE = 2 << 20  # bytes of rows that wait, events and commits each
 MAX_ROW = 32 << 10  # bytes of one row
 MAX_BYTES = 96 << 10  # of rows in one message; a lighthouse accepts more
 MAX_ROWS = 256
+MAX_TRACES = 80 << 10  # bytes of traces in one message, about
 
 Tell = Callable[[Telemetry], Awaitable[None]]
 """Delivers a message. Raises LighthouseUnreachable; NotTaken if it must not be sent again as it is."""
@@ -210,6 +212,7 @@ class Reporter:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._called = False
+        self._messages = 0  # that were made
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -311,8 +314,20 @@ class Reporter:
         now = asyncio.get_running_loop().time()
         own = () if self._beat is None else (self._beat(),)
         others = tuple(beat for heard, beat, _ in self._others.values() if now - heard < HEARD_S)
-        ranks = (*own, *others)
+        self._messages += 1
+        ranks = _fitting((*own, *others), self._messages)
         return Telemetry(self._source, _rows(events), _rows(commits), ranks, self.dropped, _rows(logged))
+
+
+def _fitting(beats: Sequence[RankBeat], first: int) -> tuple[RankBeat, ...]:
+    """Return the beats with as many traces as have room in a message, beginning with that of the `first` one."""
+    room, found = MAX_TRACES, list(beats)
+    for number in range(len(beats)):
+        place = (first + number) % len(beats)
+        room -= 0 if found[place].trace is None else len(repr(found[place].trace))
+        if room < 0:
+            found[place] = replace(found[place], trace=None)
+    return tuple(found)
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -8,7 +8,6 @@ the model checker (`tests.model`), and in the transcripts of tests/core.
 Read the modules in this order:
 
 - `state_id`: the name of a committed state: commit epoch, step and a hash over its history.
-- `incarnation`: the name of one life of a replica.
 - `ledger`: which batches are inside a state, and which batch each replica takes next.
 - `commit`: the record of a step (who contributed how much), the commit token that decides it, the votes of the
   ranks on their sums. A vote has no weight.
@@ -23,8 +22,8 @@ Read the modules in this order:
 - `checkpoint`: which replica writes a durable checkpoint, and which one retries.
 - `ring`: the schedule of the all-reduce: operations, chunks, counters (FT-HSDP §4.2).
 - `randomness`: seeds and permutations, each a function of a place.
-- `failure_detector`: when a silent neighbour counts as lost; `ftar.heartbeat` feeds it. `restart`: when a replica
-  is started again.
+- `failure_detector`: when a silent neighbour counts as lost; `ftar.heartbeat` feeds it. `restart`: the name of one
+  life of a replica, and when it is started again.
 
 This package imports nothing but itself and the standard library, and of that no clock, no randomness and no I/O:
 `pyproject.toml` enforces it. Time enters as an argument or as an event. Two leaders that see the same events

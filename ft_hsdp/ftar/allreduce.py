@@ -18,18 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from ft_hsdp import fault_injection
 from ft_hsdp.core.ring import OperationKind, OutOfOrder, Pipeline, ProcessChunk, RingPlan, Step
+from ft_hsdp.core.traces import MARKED, Mark
 from ft_hsdp.errors import FTARError, PeerDead, ProtocolViolation
 from ft_hsdp.ftar.dataplane.base import Plane, PlaneJob, Processed
 from ft_hsdp.ftar.frame import Entry, Framing, Key
 from ft_hsdp.ftar.pieces import PiecedTensor, Values, pieced
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.transport.base import Chunk, Transfer
+from ft_hsdp.ftar.transport.base import Chunk, Transfer, WaitClock
 from ft_hsdp.ftar.transport.receiver import StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
 
@@ -219,6 +221,7 @@ class Exchange:
         return b"".join(e.pack() for e in (*self._heads.get(number, ()), self._mine))
 
 
+MARKS = 4  # that are kept
 SWITCH_S = 1e-5  # the interpreter's switch interval during an all-reduce
 POLL_S = 2e-5  # how often a data plane that works is asked what it has finished
 
@@ -267,6 +270,28 @@ class Ring:
         self.error: FTARError | None = None  # why the ring is broken; None while it can be used
         self.busy = False
         self.entered = 0  # number of all-reduces that were begun
+        self.newest: Key | None = None  # of these
+        self.marks: tuple[Mark, ...] = ()  # replaced as a whole
+        self._begun: list[float] = []  # all-reduces since the newest mark, in Unix seconds
+        self.awaits = ""  # as in `GroupTrace`
+        self.inside = WaitClock()  # an all-reduce
+        self.starved = WaitClock()  # of that, waited for a chunk
+        self._blocked_before = self._blocked_s()
+
+    def _blocked_s(self) -> float:
+        sender = self._sender
+        return sender.blocked_s if sender is not None else 0.0
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds since the ring was formed in which it waited until the right neighbour took what was sent."""
+        return self._blocked_s() - self._blocked_before
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Number of all-reduces that were begun, and of these that have ended."""
+        with self._lock:
+            return self.entered, self.entered - self.busy
 
     @property
     def received(self) -> int:
@@ -294,7 +319,7 @@ class Ring:
         Raises:
             FTARError: the ring is broken. No thread of it writes into `order.out` any longer.
         """
-        self._claim()
+        self._claim(order.key)
         out, cut = order.out, self._settings
         edges, members = pieced(out).edges, len(self.members)
         size = order.travels.itemsize
@@ -302,7 +327,7 @@ class Ring:
         job = self._plane.open(order.local, out, plan, order.after, order.wire)
         exchange = Exchange(order, plan, self._position, job, self._receiver, self._sender)
         try:
-            with _quick_switching():
+            with _quick_switching(), self.inside:
                 sent = self._run(exchange)
         except FTARError as error:
             self.fail(error)
@@ -333,12 +358,17 @@ class Ring:
             self._receiver = self._sender = None
             return edges
 
-    def _claim(self) -> None:
+    def _claim(self, key: Key) -> None:
         with self._lock:
             if self.error is not None:
                 raise self.error
             self.busy = True
             self.entered += 1
+        self.newest = key
+        self._begun.append(time.time())
+        if len(self._begun) == MARKED:
+            self.marks = (*self.marks, Mark(self.entered, fmean(self._begun)))[-MARKS:]
+            self._begun.clear()
 
     def _run(self, exchange: Exchange) -> int:
         if self._receiver is None or self._sender is None:
@@ -350,7 +380,13 @@ class Ring:
         exchange.start()
         while not exchange.finished:
             busy = exchange.busy
-            chunk = self._receiver.next(block=not busy)
+            if busy:
+                chunk = self._receiver.next(block=False)
+            else:
+                self.awaits = "left"
+                with self.starved:
+                    chunk = self._receiver.next(block=True)
+                self.awaits = ""
             if chunk is not None:
                 exchange.arrived(chunk)
                 continue
@@ -358,7 +394,10 @@ class Ring:
                 time.sleep(POLL_S)
             exchange.settle()
         self._receiver.end()
-        return self._sender.flush()
+        self.awaits = "right"
+        sent = self._sender.flush()
+        self.awaits = ""
+        return sent
 
     def fail(self, error: FTARError) -> None:
         """Break the ring: all pending and future waits raise `error`. Any thread; only the first error is kept."""

@@ -164,11 +164,19 @@ class LaneRing:
         Raises:
             ProtocolViolation: no rank of it has the lane.
         """
+        return member.ring[self.rank_of(member)]
+
+    def rank_of(self, member: Member) -> int:
+        """Return the rank of `member` that has this lane.
+
+        Raises:
+            ProtocolViolation: no rank of it has the lane.
+        """
         width = len(member.ring)
         rank = dict(self.owners).get(width, -1) if self.owners else self.number
         if not 0 <= rank < width:
             raise ProtocolViolation(f"replica {member.replica} of {width} ranks has no lane {self.number}")
-        return member.ring[rank]
+        return rank
 
 
 LanesOf = Callable[[Grant], tuple[LaneRing, ...]]

@@ -21,6 +21,7 @@ import torch
 
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Grant
+from ft_hsdp.core.traces import GroupTrace
 from ft_hsdp.errors import FTARError, LocalResourceError, StaleEpoch
 from ft_hsdp.ftar.allreduce import AllReduceOrder
 from ft_hsdp.ftar.connections import LaneRing, LanesOf, Listener, MemberIdentity, Peer
@@ -130,6 +131,10 @@ class Group:
     def high_water(self) -> int:
         """The largest number of bytes that were in flight to a right neighbour at once in this epoch."""
         return max((lane.ring.high_water for lane in self._lanes.values() if lane.ring is not None), default=0)
+
+    def traces(self) -> tuple[GroupTrace, ...]:
+        """Return how far this rank is in its current rings, lane by lane. On the control loop."""
+        return tuple(trace for lane in self._lanes.values() if (trace := lane.trace()) is not None)
 
     # Forming and leaving rings, on the control loop.
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Grant
+from ft_hsdp.core.traces import GroupTrace, RankId
 from ft_hsdp.errors import (
     FatalError,
     FTARError,
@@ -242,6 +243,27 @@ class LaneMember:
             await rendezvous.right.send(token)
         except OSError as error:
             self._break(rendezvous, PeerDead(f"control: {error}", suspect=rendezvous.member_at(+1).replica))
+
+    def trace(self) -> GroupTrace | None:
+        """Return how far this member is in the current ring; None if there is none."""
+        ring, rendezvous = self.ring, self.current
+        if ring is None or rendezvous is None or self.over:
+            return None
+        left = rendezvous.member_at(-1)
+        neighbour = RankId(left.replica, self.place.rank_of(left)) if len(ring.members) > 1 else None
+        return GroupTrace(
+            f"ring {self.place.number} of epoch {ring.epoch}",
+            *ring.counts,
+            "" if ring.newest is None else f"bucket {ring.newest.bucket}",
+            neighbour,
+            ring.received,
+            ring.sent,
+            ring.awaits,
+            ring.inside.seconds,
+            ring.starved.seconds,
+            ring.blocked_s,
+            ring.marks,
+        )
 
     def abort(self, error: FTARError) -> None:
         """Break the current ring with `error` and tell all its members. Return at once."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from ft_hsdp.analysis.costs import ASSUMED, option
 from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError
 
-BENCHES = ("ftar", "quorum", "fetch", "recovery", "overhead", "return", "hosts", "memory")
+BENCHES = ("ftar", "quorum", "fetch", "recovery", "overhead", "return", "hosts", "memory", "culprits")
 MEASURES = (
     "of recovery: kill, torchft, stop; of memory: lost, union; or all; of quorum: agents; of overhead: profile"
 )
@@ -161,6 +161,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--page", action="store_true", help="only the page; on a terminal it also follows the check"
     )
     replay.add_argument("--port", type=int, default=0, metavar="N", help="of the page (a free one)")
+    diagnose = with_runs(with_json(add("diagnose", "who keeps a running job waiting")))
+    about = "a run's name or folder (the newest that runs), or a file that --dump wrote"
+    diagnose.add_argument("name", metavar="RUN", nargs="?", help=about)
+    diagnose.add_argument("--dump", metavar="FILE", type=Path, help="write what the ranks told into a file")
     with_runs(with_json(add("explain", "what happened in a run, and why")), a_run)
     with_runs(with_json(add("verify", "a finished run: does the protocol allow what it logged")), a_run)
     trace = with_runs(add("trace", "a run as a trace for ui.perfetto.dev"), a_run)

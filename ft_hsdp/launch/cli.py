@@ -31,7 +31,14 @@ from ft_hsdp.lifetime import MARK_VARIABLE, drain, forgiving, outlive_notices
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")  # an override without its two dashes
 INTERRUPTED = 130  # exit code after Ctrl-C
 JOBS = ("up", "lighthouse", "replica", "host", "submit")  # commands that run a job, or a part of one
-READING = ("status", "explain", "verify", "trace", "replay")  # commands that read what a run has logged
+READING = (
+    "status",
+    "diagnose",
+    "explain",
+    "verify",
+    "trace",
+    "replay",
+)  # commands that read what a run has logged
 EXAMPLES = Path(__file__).parents[1] / "configs"
 RAY = "another one, or this one once Ray is installed: pip install 'ft_hsdp[ray]'"
 BREACH = 1  # exit code of `verify` for a run that breaks the protocol
@@ -309,6 +316,19 @@ def _page(run: RunDir, port: int) -> int:
     return EXIT_OK
 
 
+def _diagnose(args: argparse.Namespace) -> int:
+    from ft_hsdp.analysis.diagnosis import describe
+    from ft_hsdp.launch.run.diagnose import ask, lines, load_dump, save
+
+    file = Path(args.name) if args.name else None
+    dump = load_dump(file) if file is not None and file.is_file() else ask(find_running(args.runs_dir, args.name))
+    if args.dump is not None:
+        save(dump, args.dump)
+    document = describe(dump)
+    _show(args, document, lambda: lines(document))
+    return EXIT_OK
+
+
 def _explain(args: argparse.Namespace) -> int:
     from ft_hsdp.analysis.incarnations import starts
     from ft_hsdp.launch.run.recorder import events_of
@@ -406,6 +426,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "schema": _schema,
     "example": _example,
     "replay": _replay,
+    "diagnose": _diagnose,
     "explain": _explain,
     "verify": _verify,
     "trace": _trace,

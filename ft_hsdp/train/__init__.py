@@ -13,6 +13,7 @@ Read the modules in this order:
     identity       where a rank runs, on which device, and of which incarnation it is
     step_driver    the steps of one rank, and the orders that end each
     runtime        the control loop: ring, signs of life, what goes to the leader and to the lighthouse
+    tracer         what the rank tells of its collectives, so that others find out who keeps them waiting
     rank_zero      a rank's way to its leader, the other ranks and the lighthouse; on rank 0 the leader itself
     orders         the leader's orders: carried out at once, or put into the mailbox
     gradients      a rank's gradient through FTAR, attempt by attempt

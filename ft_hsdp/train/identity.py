@@ -27,8 +27,8 @@ from typing import Protocol
 from ft_hsdp import fault_injection, secret
 from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import own_address, urls_of_run
-from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Run
+from ft_hsdp.core.restart import IncarnationId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import read_object
 from ft_hsdp.lifetime import stop_signals

@@ -38,6 +38,7 @@ from ft_hsdp.train.device import backend, choose, prepare
 from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, RankPlace, begin
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.replay.job import Recorded, ReplayJob
+from ft_hsdp.train.tracer import limit_flight_recorder
 
 CONFIG_VARIABLE = "FT_HSDP_CONFIG"  # the configuration's file, for `join` without arguments
 REPLICA_VARIABLE = "FT_HSDP_REPLICA"  # the replica's id
@@ -317,6 +318,7 @@ def _connect_ranks(
     else:
         store = ours = connect(rank, token, host, port, config.timeouts.ranks_s)
     prefixed = dist.PrefixStore(incarnation, store)
+    limit_flight_recorder()
     # NCCL connects here, within the time for ranks to meet, and not in the first step.
     named = device if device.type == "cuda" else None
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=meeting, device_id=named)

@@ -38,7 +38,7 @@ from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.control.watchdog import Limits, Watchdog
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import Vote
-from ft_hsdp.core.effects import Exit
+from ft_hsdp.core.effects import BufferUpdate, Commit, Exit
 from ft_hsdp.core.events import Leaving
 from ft_hsdp.core.grant import Grant, Holders, Report, ranges
 from ft_hsdp.core.state_id import StateId
@@ -77,6 +77,7 @@ from ft_hsdp.train.state.copies import CopyKeeper, SpanWatch
 from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlanner, checked_room
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter
+from ft_hsdp.train.tracer import Tracer
 
 BEATS = 3  # of a watch beside the ranks, in timeouts.evict_s
 TOLD_S = 0.001  # a shorter wait for a snapshot is none
@@ -134,6 +135,7 @@ class RankRuntime:
         self.reducer: Reducer
         self._group: Group
         self._orders: OrderHandler
+        self._tracer: Tracer
 
         self._bus: Bus
         port = self._call(self._listen())
@@ -163,6 +165,7 @@ class RankRuntime:
         """
         config, place, timeouts = self.config, self.place, self.config.timeouts
         self.identity = identity
+        self._tracer = Tracer(identity.replica)
         self.reporter = Reporter(identity.incarnation, self._bus.tell, self._beat)
         self._journal = Journal(
             place.run / "replicas" / str(identity.replica) / "events.jsonl",
@@ -265,7 +268,11 @@ class RankRuntime:
             assert state is not None
             waited_s = time.monotonic() - began
             self.snapshot_s = waited_s if waited_s > TOLD_S else 0.0
-            self.copies.vote(vote, state, self.report)
+            self.copies.vote(vote, state, sent)
+
+        def sent(final: Vote) -> None:
+            self.report(final)
+            self._tracer.voted(vote.fence.epoch, vote.fence.step)
 
         self.snapshots.after(snapshot_done)
 
@@ -303,10 +310,18 @@ class RankRuntime:
             return
         if isinstance(order, Exit):
             self._ending = True
+        if isinstance(order, Commit | BufferUpdate):
+            self._tracer.committed(order.record.step)
         self._orders.handle(order)
 
     def _beat(self) -> RankBeat:
-        return RankBeat(self.place.rank, os.getpid(), host_name(os.environ), self._done, self._pauses.what)
+        pause, state = self._pauses.what, self.live_state.state
+        if state is not None:
+            self._tracer.committed(state.step)
+        usual = "waits for an order" if self._mailbox.waited_for else "trains"
+        epoch, rings = self._group.epoch, self._group.traces()
+        trace = self._tracer.trace(epoch, rings, self._done, pause or usual, paused=bool(pause))
+        return RankBeat(self.place.rank, os.getpid(), host_name(os.environ), self._done, pause, trace)
 
     # The control loop: what the ring reports.
 

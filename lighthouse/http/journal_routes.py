@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from ft_hsdp import protocol
+from ft_hsdp.analysis.diagnosis import describe
 from ft_hsdp.protocol import MAX_COUNT, Telemetry, tag_of
 from lighthouse.http.access import Bearer, Keys
 from lighthouse.http.quorum_route import read
@@ -94,6 +95,7 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
     GET  /, /assets/...   the page: files that hold no data, for everyone
     POST /v1/telemetry    `protocol.encode(Telemetry)` from a worker; 204
     GET  /v1/overview     the job, now or ``at`` a time
+    GET  /v1/diagnosis    who keeps the job waiting, and who waits for whom
     GET  /v1/events       a page of the log
     GET  /v1/stream       server-sent events: every row as it comes, and none twice after a break
 
@@ -142,6 +144,16 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
             _decided(shown, service.state)
             shown["hosts"] = service.hosts()
         return JSONResponse(shown)
+
+    @routes.get("/v1/diagnosis", dependencies=viewer)
+    async def diagnosis(
+        traces: Annotated[
+            bool, Query(description="all that the ranks have told, instead of what follows")
+        ] = False,
+    ) -> JSONResponse:
+        """Who keeps the job waiting."""
+        dump = journal.diagnosis()
+        return JSONResponse(asdict(dump) if traces else describe(dump))
 
     @routes.get("/v1/events", dependencies=viewer)
     async def events(

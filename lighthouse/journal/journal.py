@@ -16,6 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol, Unpack
 
+from ft_hsdp.analysis.diagnosis import Dump
 from ft_hsdp.core.state_id import digest
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.event_table import grave, tell
@@ -27,6 +28,7 @@ from lighthouse.journal.subscribers import Subscribers
 from lighthouse.overview.liveness import Change, Stragglers, StragglerVerdict, Vitals
 from lighthouse.overview.overview import JobInfo, JournalEntry, Json, Overview, Row
 from lighthouse.overview.replicas import RUN
+from lighthouse.overview.suspects import QUIET_S, Suspects, SuspectVerdict, has_stopped
 
 FLUSH_S = 0.25  # longest time until a worker's row is stored
 WRITE_S = 0.5  # longest wait for a disk: no decision depends on a row
@@ -35,6 +37,7 @@ SLICE = 200  # rows that are folded before other tasks of the event loop run
 KNOWN = 4096  # newest commits and events that are recognized when they are reported again
 PASTS = 4  # overviews of earlier times that are kept
 MAX_SAID = 300  # characters of the sentence on an event
+FAILED_S = 60.0  # for which a diagnosis names a failure that is not over
 COMPLAIN_S = 10.0  # between two log lines about lost rows
 
 _log = logging.getLogger(__name__)
@@ -87,6 +90,10 @@ class JobJournal:
         self._heard = OrderedDict[str, None]()  # digests of events and of who told them
         self._stragglers = Stragglers(about.slots)
         self._vitals = Vitals()
+        self._suspects = Suspects()
+        # On the monotonic clock: when the newest step was told, and until when none had come for long.
+        self._committed: float | None = None
+        self._uneven: float | None = None
         self._dropped: dict[str, int] = {}
         self._past_overviews: OrderedDict[float, Overview] = OrderedDict()
         self._past = asyncio.Lock()
@@ -138,6 +145,8 @@ class JobJournal:
             [row | {"incarnation": who.incarnation} for row in commits if self._first(_name(row), self._known)],
         )
         self._number("logged", [row | {"incarnation": who.incarnation} for row in logged])
+        if commits:
+            self._note_commit(self._monotonic())
         for row, raw in zip(commits, telemetry.commits, strict=True):
             assert who.replica is not None
             verdicts = self._stragglers.add(who.replica, row, row_checks.units_of(raw, who.replica))
@@ -214,6 +223,20 @@ class JobJournal:
     def pauses(self) -> dict[int, str]:
         """Return what the training loops of replicas do instead of training, by replica."""
         return self._vitals.pauses(self._monotonic())
+
+    def diagnosis(self) -> Dump:
+        """Return all from which one finds who keeps the job waiting."""
+        self._watch()
+        now, typical = self._monotonic(), self._overview.goodput.steps.typical
+        quiet_s = None if self._committed is None else now - self._committed
+        newest = self._overview.newest
+        failures = self._overview.told(newest - FAILED_S, newest, self._overview.goodput.steps.median)
+        ranks = tuple(self._vitals.known(now))
+        stopped = quiet_s is not None and has_stopped(ranks, quiet_s, typical) and not self._overview.finished
+        pauses = {str(replica): what for replica, what in self._vitals.pauses(now).items()}
+        told = tuple(failure for failure in failures if not failure["done"])
+        even_s = None if self._uneven is None else now - self._uneven
+        return Dump(self.about.name, self._clock(), stopped, quiet_s, typical, even_s, ranks, pauses, told)
 
     def protection(self) -> Json:
         """Return whether a lost host can take a shard of the newest state with it, by the rows folded so far."""
@@ -360,13 +383,21 @@ class JobJournal:
         facts = {"replica": who.replica, "incarnation": who.incarnation, "rows": more}
         return [{"t": now, "event": "RowsDropped", "source": "lighthouse", "reason": reason, **facts}]
 
+    def _note_commit(self, now: float) -> None:
+        if self._committed is None or now - self._committed > QUIET_S:
+            self._uneven = now
+        self._committed = now
+
     def _watch(self) -> None:
         if self._caught_up and self.about.live:
             active = [lane.replica for lane in self._overview.lanes.all if lane.state in RUN]
-            found = self._vitals.judge(active, self._overview.goodput.steps.typical, self._monotonic())
-            self._tell("ReplicaStalled", found)
+            now, typical = self._monotonic(), self._overview.goodput.steps.typical
+            self._tell("ReplicaStalled", self._vitals.judge(active, typical, now))
+            if self._committed is not None and not self._vitals.pauses(now):
+                known, quiet_s = partial(self._vitals.known, now), now - self._committed
+                self._tell("CulpritFound", self._suspects.judge(known, quiet_s, typical, now))
 
-    def _tell(self, event: str, found: Iterable[StragglerVerdict | Change]) -> None:
+    def _tell(self, event: str, found: Iterable[StragglerVerdict | Change | SuspectVerdict]) -> None:
         for each in found:
             facts = each._asdict()
             self._number("event", [{"t": self._clock(), "event": event, "source": "lighthouse", **facts}])

@@ -15,7 +15,8 @@ from typing_extensions import TypedDict
 
 from ft_hsdp.analysis.commits import MAX_VALUES, VALUE_NAME
 from ft_hsdp.bounded import checker, complaint
-from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.restart import IncarnationId
+from ft_hsdp.core.traces import GroupTrace, RankTrace
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.event_table import EVENTS
 from ft_hsdp.jsonl import is_finite
@@ -29,6 +30,9 @@ MAX_DEPTH = 6
 MAX_HOST = 255  # characters
 MAX_PAUSE = 80  # characters
 MAX_WAITS = 16
+# Of a trace:
+MAX_GROUPS, MAX_MARKS, MAX_LINES = 64, 8, 12
+MAX_NAME, MAX_LINE = 64, 160  # characters of a group or an operation, and of a line of a stack
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _OWN = frozenset({"lighthouse", "admin"})  # sources that a worker never is
@@ -221,6 +225,48 @@ def beats(ranks: Sequence[RankBeat], who: RowSender, about: JobInfo) -> list[Ran
     for beat in ranks:
         _index(beat.rank, "rank", about.ranks)
     return [
-        replace(beat, host=str(_plain(beat.host[:MAX_HOST], 0)), pause=str(_plain(beat.pause[:MAX_PAUSE], 0)))
+        replace(
+            beat,
+            host=_text(beat.host, MAX_HOST),
+            pause=_text(beat.pause, MAX_PAUSE),
+            trace=None if beat.trace is None else _trace(beat.trace, about),
+        )
         for beat in ranks
     ]
+
+
+def _text(value: str, most: int) -> str:
+    return str(_plain(value[:most], 0))
+
+
+def _trace(trace: RankTrace, about: JobInfo) -> RankTrace:
+    if len(trace.groups) > MAX_GROUPS:
+        raise ProtocolViolation(f"trace of {len(trace.groups)} groups; allowed: {MAX_GROUPS}")
+    return replace(
+        trace,
+        groups=tuple(_group(group, about) for group in trace.groups),
+        still_s=_amount(trace.still_s, "still_s"),
+        doing=_text(trace.doing, MAX_PAUSE),
+        stack=tuple(_text(line, MAX_LINE) for line in trace.stack[:MAX_LINES]),
+    )
+
+
+def _group(group: GroupTrace, about: JobInfo) -> GroupTrace:
+    for count in ("joined", "done", "received", "sent"):
+        _count(getattr(group, count), count, MAX_COUNT)
+    for seconds in ("in_s", "starved_s", "blocked_s"):
+        _amount(getattr(group, seconds), seconds)
+    if group.left is not None:
+        _index(group.left.replica, "replica", about.slots)
+        _index(group.left.rank, "rank", about.ranks)
+    for mark in group.marks[-MAX_MARKS:]:
+        _count(mark.number, "mark", MAX_COUNT)
+        _amount(mark.t, "mark")
+    name, op = _text(group.name, MAX_NAME), _text(group.op, MAX_NAME)
+    return replace(group, name=name, op=op, marks=group.marks[-MAX_MARKS:])
+
+
+def _amount(value: float, what: str) -> float:
+    if not 0 <= value <= MAX_COUNT:  # NaN neither
+        raise ProtocolViolation(f"{what} {value} is not a number from 0 to {MAX_COUNT}")
+    return value

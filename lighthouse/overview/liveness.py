@@ -8,7 +8,8 @@ many units as another.)
 
 Limits: it cannot tell *which rank* of a replica is slow (its ranks wait for each other inside FSDP's
 collectives, where no wait is counted); nor a slow *link* (both ends, and then the whole ring, wait in ``ftar``,
-and no replica is busier than another); nor what is slow beside the step, such as a fetch. All-reduces that run
+and no replica is busier than another): `ft_hsdp.analysis.culprits` can; nor what is slow beside the step, such as
+a fetch. All-reduces that run
 beside backward count as busy time as long as no replica waits for them. With two replicas the slower one is
 compared with the faster.
 
@@ -23,7 +24,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ft_hsdp.analysis.diagnosis import KnownRank
+
 if TYPE_CHECKING:
+    from ft_hsdp.core.traces import RankTrace
     from ft_hsdp.protocol import RankBeat
 
 FACTOR = 2.0
@@ -117,6 +121,8 @@ class _Rank:
     beat: RankBeat
     heard: float
     moved: float
+    trace: RankTrace | None  # the newest that it has sent
+    traced: float  # when that was
 
 
 class Vitals:
@@ -130,8 +136,12 @@ class Vitals:
         mine = self._of.setdefault(replica, {})
         for beat in beats:
             known = mine.get(beat.rank)
-            same = known is not None and (known.beat.pid, known.beat.progress) == (beat.pid, beat.progress)
-            mine[beat.rank] = _Rank(beat, now, known.moved if known is not None and same else now)
+            if known is not None and known.beat.pid != beat.pid:
+                known = None
+            moved = known.moved if known is not None and known.beat.progress == beat.progress else now
+            mine[beat.rank] = here = _Rank(beat, now, moved, beat.trace, now)
+            if beat.trace is None and known is not None:
+                here.trace, here.traced = known.trace, known.traced
 
     def forget(self, replica: int) -> None:
         self._of.pop(replica, None)
@@ -141,6 +151,13 @@ class Vitals:
         """Return the newest beat of each rank that has sent one, and its age in seconds."""
         mine = self._of.get(replica, {})
         return [(mine[rank].beat, max(0.0, now - mine[rank].heard)) for rank in sorted(mine)]
+
+    def known(self, now: float) -> Iterable[KnownRank]:
+        """Yield what each rank has told of its collectives."""
+        for replica, mine in self._of.items():
+            for rank, seen in mine.items():
+                beat, moves = seen.beat, seen.beat.trace is None
+                yield KnownRank(replica, rank, beat.host, beat.pid, now - seen.heard, seen.trace, moves=moves)
 
     def judge(self, active: Iterable[int], typical: float, now: float) -> list[Change]:
         """Return which replicas stalled or went on since the last call.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.restart import IncarnationId
 from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.replacement import Assignment
 from lighthouse.placement.signs import assignments, due_replicas, is_over, is_powerless, usable_hosts

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Refused, Report
 from ft_hsdp.core.host_report import MachineRanks
-from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.restart import IncarnationId
 from lighthouse.quorum.commands import execute, on_host
 from lighthouse.quorum.events import (
     PLACEMENT,

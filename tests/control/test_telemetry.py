@@ -17,7 +17,9 @@ from ft_hsdp import protocol
 from ft_hsdp.control import telemetry as reporting
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.control.telemetry import Reporter, Rows
+from ft_hsdp.core.traces import RankTrace
 from ft_hsdp.protocol import RankBeat, Telemetry
+from lighthouse.http.rate_limits import MAX_BODY
 from tests.support.lighthouse.signed import line_of
 from tests.support.waiting import async_until
 
@@ -262,6 +264,24 @@ async def test_other_ranks_are_spoken_for_as_long_as_they_speak(fast, monkeypatc
     assert s.lighthouse.taken[-1].ranks == (BEAT, other)
     assert s.lighthouse.taken[-1].dropped == 4
     await s.until(lambda: s.lighthouse.taken[-1].ranks == (BEAT,), "it is silent")
+
+
+async def test_the_traces_of_many_ranks_take_turns(fast, s: Scene) -> None:
+    trace = RankTrace((), 1.0, "trains", ("x" * 160,) * 12)
+    others = tuple(RankBeat(rank, 8, "there", 5, "", trace) for rank in range(1, 61))
+
+    def told(message: Telemetry) -> set[int]:
+        return {beat.rank for beat in message.ranks if beat.trace is not None}
+
+    def all_told() -> bool:
+        s.reporter.relay(Telemetry("0-x-0", (), (), others))
+        return len(set().union(*map(told, s.lighthouse.taken))) == len(others)
+
+    await s.until(all_told, "each has told")
+    newest = s.lighthouse.taken[-1]
+    assert [beat.rank for beat in newest.ranks] == list(range(61)), "all live"
+    assert 20 < len(told(newest)) < 60
+    assert len(protocol.encode(newest)) + reporting.MAX_BYTES < MAX_BODY
 
 
 async def test_a_supervisor_says_nothing_when_nothing_happens(fast) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from ft_hsdp.core.commit import AttemptId
 from ft_hsdp.core.grant import Grant, Member, paths, ranges, ranks_of
-from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.restart import IncarnationId
 from ft_hsdp.core.state_id import StateId
 
 MEMBERS = (

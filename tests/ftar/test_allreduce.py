@@ -1,3 +1,4 @@
+import contextlib
 import sys
 import threading
 import time
@@ -6,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ft_hsdp.core.ring import ProcessChunk, RingPlan
+from ft_hsdp.core.ring import OperationKind, ProcessChunk, RingPlan
 from ft_hsdp.errors import PeerDead, StaleEpoch
 from ft_hsdp.ftar import allreduce
-from ft_hsdp.ftar.allreduce import AllReduceOrder, Ring
+from ft_hsdp.ftar.allreduce import MARKED, AllReduceOrder, Ring
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.pieces import Values
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.base import Chunk, Transfer
-from tests.support.ftar.ring_rig import FLAVOURS, Shape, feed, framing, rig
+from tests.support.ftar.ring_rig import FLAVOURS, Engines, Flavour, Shape, feed, framing, rig
 from tests.support.ftar.ring_values import KEY, entry, same
 
 SETTINGS = Settings(chunk_bytes=64, chunks=4)  # as the Shape of a rig
@@ -49,6 +50,51 @@ def test_it_returns_only_when_its_own_sends_have_drained(name: str, chunk: int) 
         receiver.end()
         assert work.result(20).out is out
         assert len(sent) == 2
+
+
+class SlowToTake(CpuPlane):
+    """Takes its time with what it only stores, so nobody to its right waits for it."""
+
+    def open(
+        self, local: Values | None, out: Values, plan: RingPlan, after: object = None, wire: object = None
+    ) -> CpuJob:
+        job = super().open(local, out, plan, after)
+        post = job.post
+
+        def slow(process: ProcessChunk, chunk: Chunk | None) -> None:
+            time.sleep(0.1 if process.operation.kind is OperationKind.STORE else 0.0)
+            post(process, chunk)
+
+        job.post = slow  # type: ignore[method-assign]
+        return job
+
+
+@pytest.mark.parametrize("chunk", [64, 1 << 20])
+def test_a_member_counts_how_long_its_left_and_its_right_neighbour_keep_it_waiting(chunk: int) -> None:
+    """Member 1 comes late; member 1 takes late what member 0 has sent."""
+    n, late_s = 3 * chunk, 0.4  # 4 chunks of each shard
+    engines = Engines(Flavour("tcp", "tcp"), [5, 6, 7], Shape(chunk), [CpuPlane, SlowToTake, CpuPlane])
+    with contextlib.closing(engines) as ring:
+        first, late, after_it = ring.rings
+        orders = [AllReduceOrder(KEY, torch.ones(n), torch.empty(n), entry(r)) for r in ring.names]
+        works = [ring.submit(i, orders[i]) for i in (0, 2)]
+        time.sleep(late_s)
+        assert (first.counts, late.counts) == ((1, 0), (0, 0))
+        assert after_it.starved.seconds > late_s / 2, "counted while it waits"
+        ring.wait([*works, ring.submit(1, orders[1])])
+        assert [each.counts for each in ring.rings] == [(1, 1)] * 3
+        assert late.starved.seconds < late_s / 2 < after_it.starved.seconds < after_it.inside.seconds
+        assert late.blocked_s + after_it.blocked_s < 0.2 < first.blocked_s
+        assert all(each.inside.seconds >= max(each.starved.seconds, each.blocked_s) for each in ring.rings)
+        assert first.newest == KEY
+
+
+def test_some_all_reduces_are_marked_the_same_in_all_members() -> None:
+    ring = alone()
+    for _ in range(5 * MARKED + 1):
+        ring.all_reduce(AllReduceOrder(KEY, torch.ones(1), torch.empty(1), entry(4)))
+    assert [mark.number for mark in ring.marks] == [n * MARKED for n in range(2, 6)]
+    assert abs(time.time() - ring.marks[-1].t) < 60
 
 
 def test_a_ring_in_the_middle_of_a_work_keeps_its_edges_and_has_threads_give_way_quickly() -> None:

@@ -31,6 +31,22 @@ async def test_works_in_any_order_of_the_lanes_do_not_wait_in_a_circle(widths: t
         await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, works)), 30)
 
 
+@pytest.mark.parametrize("widths", [(1, 1, 1), (3, 2, 2)])
+async def test_members_of_a_ring_call_it_the_same_and_know_who_is_to_their_left(widths: tuple[int, ...]) -> None:
+    async with WideRing(widths) as ring:
+        await ring.check(await ring.form(1))
+        told = {(r.replica, r.rank): {t.name: t for t in r.group.traces()} for r in ring.ranks}
+        for place, rings in told.items():
+            assert rings
+            for name, here in rings.items():
+                assert here.left is not None
+                there = told[here.left][name]
+                assert here.left.replica == (place[0] - 1) % len(widths)
+                assert (here.joined, here.done, here.received) == (there.joined, there.joined, there.sent)
+        ring.ranks[0].group.stop(1, "the replica leaves")
+        assert not ring.ranks[0].group.traces()
+
+
 async def test_the_widths_change_from_epoch_to_epoch() -> None:
     """Replica 1 has four ranks, then three, then four again; the one ring of each rank comes back."""
 

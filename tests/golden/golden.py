@@ -46,9 +46,10 @@ def example(hint: Any, numbers: Iterator[int], name: str = "") -> Any:
         return {
             example(arguments[0], numbers, f"{name}{i}"): example(arguments[1], numbers, name) for i in range(2)
         }
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
         hints = get_type_hints(hint, include_extras=True)
-        values = {f.name: example(hints[f.name], numbers, f.name) for f in dataclasses.fields(hint)}
+        names = getattr(hint, "_fields", ()) or [f.name for f in dataclasses.fields(hint)]
+        values = {name: example(hints[name], numbers, name) for name in names}
         return hint(**values)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return list(hint)[-1]

@@ -13,8 +13,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ft_hsdp.core.commit import AttemptId, CommitToken
 from ft_hsdp.core.effects import RequestGrant
 from ft_hsdp.core.grant import Answer, Grant, Member
-from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Ledger, Run
+from ft_hsdp.core.restart import IncarnationId
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import EACH_ITS_BATCH, Places, UnitPolicy
 

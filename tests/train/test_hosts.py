@@ -4,7 +4,7 @@ import socket
 import pytest
 
 from ft_hsdp.config import parse
-from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.restart import IncarnationId
 from ft_hsdp.train.identity import RankPlace, begin, host_name, host_path
 from tests.support.refused import refused
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from ft_hsdp.config import Config, parse
-from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.restart import IncarnationId
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.train.data.step_plan import StepPlan
 from ft_hsdp.train.identity import FromEnvironment, RankPlace

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import socket
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,31 @@ from torch import Tensor
 from ft_hsdp.ftar.frame import Entry, Frame, Framing
 
 WAIT_S = 1.0  # the longest wait of an engine for a chunk at once
+
+
+class WaitClock:
+    """Seconds spent inside its block, counted while it lasts. One thread is inside at a time; any thread reads.
+
+    Whoever reads at the moment in which the block ends may miss what the newest stay has added.
+    """
+
+    __slots__ = ("_since", "_spent")
+
+    def __init__(self) -> None:
+        self._spent = 0.0
+        self._since = 0.0  # when a thread has entered; 0: none is inside
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        since, self._since = self._since, 0.0
+        self._spent += time.perf_counter() - since
+
+    @property
+    def seconds(self) -> float:
+        spent, since = self._spent, self._since
+        return spent + time.perf_counter() - since if since else spent
 
 
 class BufferProvider(Protocol):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ft_hsdp import fault_injection
 from ft_hsdp.errors import FTARError, LocalSystemError, PeerDead, PeerTimeout, exhausted
-from ft_hsdp.ftar.transport.base import InlineCodec
+from ft_hsdp.ftar.transport.base import InlineCodec, WaitClock
 from ft_hsdp.record_layer import Sealed
 
 Buffers = list[bytes | memoryview]
@@ -59,6 +59,7 @@ class SendLane:
         self._failed: Callable[[FTARError], None] | None = None
         self.sent = 0
         self.high_water = 0
+        self.blocked = WaitClock()  # until the neighbour took what was sent
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -112,8 +113,7 @@ class SendLane:
                 elif isinstance(item, Remainder):
                     self._deliver(item, wait=True)
                 else:
-                    while len(self._unanswered) >= self._slots:
-                        self._answers(block=True)
+                    self._settle(self._slots - 1)
                     self._transmit(*item, wait=True)
             except Exception as error:  # the engine must learn of every error
                 other = exhausted(error) or LocalSystemError(f"sending: {error!r}")
@@ -125,9 +125,11 @@ class SendLane:
                 self._taken += not isinstance(item, Future)
                 item = None  # do not keep its payload alive until the next item comes
 
-    def _settle(self) -> None:
-        while self._unanswered and self._error is None:
-            self._answers(block=True)
+    def _settle(self, left: int = 0) -> None:
+        """Block until the neighbour has finished with all chunks in flight, but for the newest `left` ones."""
+        with self.blocked:
+            while len(self._unanswered) > left and self._error is None:
+                self._answers(block=True)
         if self._error is not None:
             raise self._error
 
@@ -164,7 +166,10 @@ class SendLane:
 
     def _deliver(self, frame: Remainder, wait: bool) -> Remainder | None:
         try:
-            return self._hand(frame, wait)
+            if not wait:
+                return self._hand(frame, wait)
+            with self.blocked:
+                return self._hand(frame, wait)
         except BlockingIOError:
             if not wait:
                 return frame
@@ -272,6 +277,14 @@ class StreamSender:
     def high_water(self) -> int:
         """The largest number of payload bytes that were in flight at once."""
         return sum(lane.high_water for lane in self._lanes)
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds since the connection was made in which this end waited until the neighbour took what was sent.
+
+        Of several connections it is the longest time. A thread may wait while the engine goes on.
+        """
+        return max(lane.blocked.seconds for lane in self._lanes)
 
     def close(self) -> None:
         """Wake all sending threads; no payload is read after this has returned."""

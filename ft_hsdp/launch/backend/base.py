@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Run
-from ft_hsdp.core.restart import exit_in_words
+from ft_hsdp.core.restart import IncarnationId, exit_in_words
 from ft_hsdp.launch.backend.processes import last_line
 from ft_hsdp.launch.run.directory import RunDir
 

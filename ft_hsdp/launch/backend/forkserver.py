@@ -42,7 +42,7 @@ OnWarm = Callable[[int], None]
 OnLost = Callable[[int, str], None]
 """Called with the pid of a fork server that was given up, and why."""
 Assignment = Mapping[str, Any]
-"""The message that assigns a rank: the fields of `core.incarnation.IncarnationId`, and `log`, for its output."""
+"""The message that assigns a rank: the fields of `core.restart.IncarnationId`, and `log`, for its output."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.restart import IncarnationId
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.forkserver import Assignment, OnExit, OnLost, OnWarm
 

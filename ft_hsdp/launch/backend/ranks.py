@@ -18,9 +18,8 @@ from typing import Any
 from ft_hsdp import address
 from ft_hsdp.config import Config
 from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostRanks
-from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Run
-from ft_hsdp.core.restart import LEAVING, Cause, exit_in_words, own_fault
+from ft_hsdp.core.restart import LEAVING, Cause, IncarnationId, exit_in_words, own_fault
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_USAGE, LighthouseUnreachable
 from ft_hsdp.launch.backend import gpus as gpu_shares
 from ft_hsdp.launch.backend import rank_end

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ft_hsdp import config as configuration
-from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.restart import IncarnationId
 from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError, one_line
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.run.directory import open_log

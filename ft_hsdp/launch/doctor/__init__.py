@@ -12,11 +12,11 @@ Read the modules in this order:
     storage   versions, the run's folder, the training data, room on disks, checkpoints
     ray       the Ray cluster, through `probe`
 
-The call path: `doctor CONFIG` -> `examine` -> one function for each check -> `Finding`. Only `probe` imports
+The call path: `doctor CONFIG` -> `examine` -> one function for each check -> `CheckOutcome`. Only `probe` imports
 torch and Ray, in a child process, so a library that hangs or crashes affects its own check only.
 """
 
 from ft_hsdp.launch.doctor.checks import CHECKS, examine
-from ft_hsdp.launch.doctor.result import Bad, CheckState, Finding, Subject, Undecided
+from ft_hsdp.launch.doctor.result import Bad, CheckOutcome, CheckState, Subject, Undecided
 
-__all__ = ["CHECKS", "Bad", "CheckState", "Finding", "Subject", "Undecided", "examine"]
+__all__ = ["CHECKS", "Bad", "CheckOutcome", "CheckState", "Subject", "Undecided", "examine"]

@@ -21,7 +21,7 @@ from ft_hsdp.config import config_hash
 from ft_hsdp.config.entry import digest, is_function, locate, stamped, title
 from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.launch.doctor import host, network, ray, storage
-from ft_hsdp.launch.doctor.result import Bad, CheckState, Finding, Subject, Undecided
+from ft_hsdp.launch.doctor.result import Bad, CheckOutcome, CheckState, Subject, Undecided
 
 DEADLINE_S = 20.0  # for all checks; usually they take a few seconds, Ray on a busy machine longer
 
@@ -119,7 +119,7 @@ CHECKS = (
 
 def examine(
     subject: Subject, *, checks: Sequence[Check] = CHECKS, deadline_s: float = DEADLINE_S
-) -> list[Finding]:
+) -> list[CheckOutcome]:
     """Run all checks that apply, and return their findings. Blocks for up to `deadline_s`.
 
     Args:
@@ -132,9 +132,9 @@ def examine(
     return [_end(name, future, until, deadline_s) for name, future in begun]
 
 
-def _begin(check: Check, subject: Subject) -> Future[Finding]:
+def _begin(check: Check, subject: Subject) -> Future[CheckOutcome]:
     """Start the check in a daemon thread, which does not keep the process alive after the deadline."""
-    future: Future[Finding] = Future()
+    future: Future[CheckOutcome] = Future()
 
     def run() -> None:
         future.set_result(_look(check, subject))
@@ -143,21 +143,23 @@ def _begin(check: Check, subject: Subject) -> Future[Finding]:
     return future
 
 
-def _end(name: str, future: Future[Finding], until: float, deadline_s: float) -> Finding:
+def _end(name: str, future: Future[CheckOutcome], until: float, deadline_s: float) -> CheckOutcome:
     try:
         return future.result(max(0.0, until - time.monotonic()))
     except TimeoutError:
-        return Finding(
+        return CheckOutcome(
             name, CheckState.SKIP, f"no answer within {deadline_s:g} s: a name server, file system or device hangs"
         )
 
 
-def _look(check: Check, subject: Subject) -> Finding:
+def _look(check: Check, subject: Subject) -> CheckOutcome:
     try:
-        return Finding(check.name, CheckState.OK, check.look(subject))
+        return CheckOutcome(check.name, CheckState.OK, check.look(subject))
     except (FtHsdpError, Bad) as error:
-        return Finding(check.name, CheckState.FAIL, str(error))
+        return CheckOutcome(check.name, CheckState.FAIL, str(error))
     except Undecided as error:
-        return Finding(check.name, CheckState.SKIP, str(error))
+        return CheckOutcome(check.name, CheckState.SKIP, str(error))
     except Exception as error:  # a fault of one check must not hide the findings of the others
-        return Finding(check.name, CheckState.SKIP, f"the check itself failed: {type(error).__name__}: {error}")
+        return CheckOutcome(
+            check.name, CheckState.SKIP, f"the check itself failed: {type(error).__name__}: {error}"
+        )

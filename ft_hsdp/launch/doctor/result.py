@@ -22,7 +22,7 @@ class CheckState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckOutcome:
     name: str  # of the check
     state: CheckState
     text: str  # one line: what was found, what to do, or why it is undecided

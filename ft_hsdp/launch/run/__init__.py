@@ -16,6 +16,7 @@ Read the modules in this order:
     trace      `trace`: a file for ui.perfetto.dev
     page       `replay --page`: the lighthouse's page for a finished run
     status     `status`: the state of a running job
+    diagnose   `diagnose`: who keeps a running job waiting
     terminal   what `up` shows while it runs
 
 Example: `verify.verify(RunDir(path))` reads a run and returns what breaks a promise.

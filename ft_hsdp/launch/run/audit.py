@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.restart import IncarnationId
 from ft_hsdp.launch.run.directory import Row
 
 WINDOW = 1000  # steps for which a line of fed.jsonl waits for its commit

@@ -16,7 +16,7 @@ FORKS = """
 import json, os, sys, time
 from pathlib import Path
 from ft_hsdp.config import parse
-from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.restart import IncarnationId
 from ft_hsdp.launch.backend import entry
 
 class Called:

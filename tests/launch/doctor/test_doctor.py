@@ -14,7 +14,7 @@ from ft_hsdp.config import parse
 from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch.backend.processes import take_name
 from ft_hsdp.launch.cli import main
-from ft_hsdp.launch.doctor import CHECKS, Bad, CheckState, Finding, Subject, Undecided, examine
+from ft_hsdp.launch.doctor import CHECKS, Bad, CheckOutcome, CheckState, Subject, Undecided, examine
 from ft_hsdp.launch.doctor.checks import Check
 from ft_hsdp.launch.run.directory import RunDir, identity
 from ft_hsdp.launch.standalone import name_of_agent
@@ -145,7 +145,7 @@ def elsewhere() -> Iterator[str]:
         yield url
 
 
-def found(name: str, subject: Subject) -> Finding:
+def found(name: str, subject: Subject) -> CheckOutcome:
     (finding,) = examine(subject, checks=[check for check in CHECKS if check.name == name])
     return finding
 

@@ -2,12 +2,14 @@ import asyncio
 import json
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_hsdp import protocol
+from ft_hsdp.core.traces import GroupTrace, Mark, RankId, RankTrace
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import MAX_COUNT, RankBeat, Telemetry
 from lighthouse.http.rate_limits import STREAMS, TooMany
@@ -75,6 +77,10 @@ def event(name="RingBroken", **facts):
 
 def logged(step, **values):
     return {"t": NOW, "step": step, "epoch": 1, "values": values, "incarnation": "0-a-0"}
+
+
+def traced(*groups, still_s=0.0):
+    return RankBeat(0, 1, "h", 1, trace=RankTrace(groups, still_s))
 
 
 def tell(journal, source="0-a-0", **what):
@@ -166,6 +172,13 @@ def test_a_replica_speaks_for_itself_only(journal):
         ("supervisor", {"ranks": [RankBeat(0, 1, "h", 1)]}, "come from replicas"),
         ("0-a-0", {"ranks": [RankBeat(2, 1, "h", 1)]}, "rank '2'"),
         ("0-a-0", {"ranks": [RankBeat(0, 1, "h", 1)] * 3}, "a replica has 2"),
+        ("0-a-0", {"ranks": [traced(GroupTrace("g", -1, 0))]}, "joined"),
+        ("0-a-0", {"ranks": [traced(GroupTrace("g", 1, MAX_COUNT + 1))]}, "done"),
+        ("0-a-0", {"ranks": [traced(GroupTrace("g", 1, 0, starved_s=float("nan")))]}, "starved_s"),
+        ("0-a-0", {"ranks": [traced(GroupTrace("g", 1, 0, left=RankId(3, 0)))]}, "replica '3'"),
+        ("0-a-0", {"ranks": [traced(GroupTrace("g", 1, 0, marks=(Mark(16, float("inf")),)))]}, "mark"),
+        ("0-a-0", {"ranks": [traced(*[GroupTrace("g", 1, 0)] * 65)]}, "65 groups"),
+        ("0-a-0", {"ranks": [traced(still_s=-1.0)]}, "still_s"),
         ("0-a-0", {"commits": [commit_row(101)]}, "step '101'"),
         ("0-a-0", {"commits": [commit_row(1, contributors=[3])]}, "contributor '3'"),
         ("0-a-0", {"commits": [commit_row(1, contributors="all")]}, "contributors"),
@@ -194,6 +207,16 @@ def test_what_cannot_be_true_is_refused_whole(journal, source, what, why):
     assert len(str(caught.value)) < 200
     journal.note([event("After")])
     assert [row["event"] for row in kept(journal)] == ["After"], "nothing of it waits"
+
+
+def test_what_ranks_tell_of_their_collectives_is_cut(journal):
+    group = GroupTrace("n" * 65, 20, 19, "\ud800", RankId(2, 1), marks=tuple(Mark(n, 1.0) for n in range(9)))
+    stuck = RankBeat(1, 1, "h", 1, trace=RankTrace((), 2.5, "d" * 81, ("s" * 161,) * 13))
+    journal.take(Telemetry("0-a-0", ranks=(traced(group), stuck)))
+    _, (first, second) = journal.beat(0)
+    assert first.trace is not None
+    assert first.trace.groups == (replace(group, name="n" * 64, op="?", marks=group.marks[1:]),)
+    assert second.trace == RankTrace((), 2.5, "d" * 80, ("s" * 160,) * 12)
 
 
 def test_times_texts_and_numbers_are_cut_to_what_a_page_can_show(journal):

@@ -1,0 +1,168 @@
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from ft_hsdp.analysis.culprits import SILENT_S, Finding, find, find_slow
+from ft_hsdp.core.traces import COMMIT, GroupTrace, Heard, Mark, RankId, RankTrace
+from tests.model.traces import HANGS, KINDS, SLOW, Verdict, case, judge
+
+EPOCH = f"{COMMIT} of epoch 1"
+
+
+class Job:
+    """Two replicas of two ranks, in step 5: all have ended their four all_gathers and one all-reduce of it."""
+
+    def __init__(self) -> None:
+        self.heard: dict[RankId, Heard] = {}
+        for rank in (RankId(r, k) for r in (0, 1) for k in (0, 1)):
+            ring = GroupTrace(f"ring {rank.rank}", 10, 10, "bucket 1", RankId(1 - rank.replica, rank.rank), 40, 40)
+            groups = (GroupTrace(f"{rank.replica}:0", 20, 20, "all_gather"), ring, GroupTrace(EPOCH, 4, 4))
+            self.heard[rank] = Heard(RankTrace(groups, 2.0), 0.5)
+
+    def at(self, replica: int, rank: int, **groups: tuple[int, int]) -> None:
+        """Say how many collectives of its group, its ring and of commits a rank has begun and ended."""
+        names = {"own": 0, "ring": 1, "commit": 2}
+        facts = {names[n]: {"joined": j, "done": d, "awaits": "left"} for n, (j, d) in groups.items()}
+        self.change(replica, rank, facts)
+
+    def change(self, replica: int, rank: int, facts: Mapping[int, dict[str, object]]) -> None:
+        who = RankId(replica, rank)
+        trace = self.heard[who].trace
+        assert trace is not None
+        groups = [replace(g, **facts.get(n, {})) for n, g in enumerate(trace.groups)]  # type: ignore[arg-type]
+        self.heard[who] = replace(self.heard[who], trace=replace(trace, groups=tuple(groups)))
+
+    def silence(self, replica: int, rank: int, gone: str = "") -> None:
+        who = RankId(replica, rank)
+        self.heard[who] = replace(self.heard[who], age_s=SILENT_S + 1, gone=gone)
+
+    def found(self) -> list[tuple[str, tuple[str, ...]]]:
+        return named(find(self.heard).findings)
+
+
+def named(findings: Iterable[Finding]) -> list[tuple[str, tuple[str, ...]]]:
+    return [(each.kind, tuple(map(str, each.ranks))) for each in findings]
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
+def test_who_has_not_joined_and_waits_nowhere_is_the_culprit(job: Job) -> None:
+    job.at(1, 0, own=(21, 20))  # waits for 1/1 in its replica
+    job.at(0, 0, ring=(11, 10))  # waits for 1/0, which is excused
+    job.at(0, 1, ring=(11, 10))
+    (finding,) = find(job.heard).findings
+    assert named([finding]) == [("absent", ("1/1",))]
+    assert finding.why == "rank 1/1 has not joined all_gather, number 21 of 1:0, in which 1 rank waits"
+    waits = {(wait.group, wait.waiting, wait.absent) for wait in find(job.heard).waits}
+    assert waits == {
+        ("1:0", (RankId(1, 0),), (RankId(1, 1),)),
+        ("ring 0", (RankId(0, 0),), (RankId(1, 0),)),
+        ("ring 1", (RankId(0, 1),), (RankId(1, 1),)),
+    }
+
+
+def test_an_engine_that_waits_is_no_excuse_for_a_main_thread_that_does_not(job: Job) -> None:
+    job.at(1, 0, own=(21, 20))
+    job.at(1, 1, ring=(11, 10))  # its engine waits for 0/1
+    assert ("absent", ("1/1",)) in job.found()
+    job.at(0, 1, own=(21, 20))
+    job.at(0, 0, own=(21, 20))
+    assert ("absent", ("0/1",)) not in job.found()
+
+
+def test_a_job_in_which_nobody_waits_has_no_culprit(job: Job) -> None:
+    assert job.found() == []
+    job.at(0, 0, own=(21, 20))
+    job.heard[RankId(0, 1)] = replace(job.heard[RankId(0, 1)], moves=True)
+    assert job.found() == []
+
+
+@pytest.mark.parametrize(("gone", "kind"), [("", "silent"), ("ended with 1", "exited")])
+def test_who_is_silent_is_the_culprit_whatever_it_said_last(job: Job, gone: str, kind: str) -> None:
+    job.at(1, 1, own=(21, 20))  # what it waited in has ended since
+    job.silence(1, 1, gone)
+    job.at(1, 0, own=(22, 21))
+    assert job.found() == [(kind, ("1/1",))]
+    job.silence(0, 1)  # nobody waits for that one
+    assert job.found() == [(kind, ("1/1",))]
+
+
+def test_who_has_not_finished_what_others_have_finished_is_stuck(job: Job) -> None:
+    job.at(0, 0, own=(21, 20))
+    job.at(0, 1, own=(21, 21))
+    assert job.found() == [("stuck", ("0/0",))]
+    job.at(0, 1, own=(21, 20))
+    assert job.found() == [("stuck", ("0/0", "0/1"))], "no count tells which"
+
+
+def test_in_a_ring_counts_of_chunks_and_what_an_engine_waits_for_tell_the_culprit(job: Job) -> None:
+    for replica in (0, 1):
+        job.change(replica, 0, {1: {"joined": 11, "received": 42, "sent": 44, "awaits": "left"}})
+    job.change(1, 0, {1: {"received": 44}})
+    assert job.found() == [("link", ("1/0", "0/0"))]
+    job.change(0, 0, {1: {"awaits": ""}})
+    assert job.found() == [("stuck", ("0/0",))]
+    job.change(0, 0, {1: {"awaits": "left", "received": 44, "sent": 42}})
+    job.change(1, 0, {1: {"received": 42}})
+    assert job.found() == [("stuck", ("0/0",))], "it passes nothing on"
+    job.silence(1, 0)
+    assert ("silent", ("1/0",)) in job.found()
+
+
+def test_ranks_that_wait_for_each_other_are_found(job: Job) -> None:
+    for replica in (0, 1):
+        for rank in (0, 1):
+            mine, other = (21, 20), (20, 20)
+            trace = job.heard[RankId(replica, rank)].trace
+            assert trace is not None
+            more = GroupTrace(f"{replica}:1", *(mine if rank else other))
+            job.heard[RankId(replica, rank)] = Heard(replace(trace, groups=(*trace.groups, more)), 0.5)
+            job.at(replica, rank, own=other if rank else mine)
+    assert job.found() == [("deadlock", ("0/0", "0/1"))]
+
+
+def marks(late: float) -> tuple[Mark, ...]:
+    return tuple(Mark(n, 100.0 + n * 0.1 + late) for n in (16, 32, 48))
+
+
+def test_a_slow_rank_begins_collectives_late_and_a_slow_connection_blocks_its_left_end(job: Job) -> None:
+    times = {"in_s": 10.0, "starved_s": 8.0, "blocked_s": 0.2}
+    for replica in (0, 1):
+        for rank in (0, 1):
+            job.change(replica, rank, {0: {"marks": marks(0.0)}, 1: times})
+    assert find_slow(job.heard).findings == ()
+    job.change(0, 1, {0: {"marks": marks(0.06)}})
+    assert named(find_slow(job.heard).findings) == [("slow", ("0/1",))]
+    job.change(0, 1, {0: {"marks": marks(0.02)}})
+    job.change(1, 0, {1: {"blocked_s": 4.0}})
+    assert named(find_slow(job.heard).findings) == [("slow link", ("1/0", "0/0"))]
+    job.change(1, 1, {1: {"blocked_s": 4.0}})  # its replica comes late in all rings: no connection is at fault
+    assert find_slow(job.heard).findings == ()
+
+
+def judged(kind: str, seed: int) -> tuple[Verdict, int]:
+    found = case(seed, kind, replicas=5, ranks=8)
+    diagnosis = find(found.heard) if found.stopped else find_slow(found.heard)
+    return judge(found, [frozenset(each.ranks) for each in diagnosis.findings]), len(diagnosis.findings)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("in", "two")])
+def test_emulated_faults_are_named(kind: str) -> None:
+    verdicts = [judged(kind, seed)[0] for seed in range(10)]
+    assert fmean(v.exact for v in verdicts) >= (1.0 if kind in HANGS else 0.9), kind
+    assert sum(v.false for v in verdicts) <= 2 * (kind in SLOW), kind
+
+
+def test_two_faults_and_hangs_inside_of_collectives_are_named_or_narrowed_down() -> None:
+    verdicts = [judged(kind, seed)[0] for kind in ("in", "two") for seed in range(12)]
+    assert fmean(v.exact for v in verdicts) >= 0.6
+    assert sum(v.false for v in verdicts) <= 1
+
+
+def test_a_healthy_job_has_no_culprit() -> None:
+    assert sum(judged("healthy", seed)[1] for seed in range(10)) == 0
