@@ -11,7 +11,8 @@ Read in this order:
 - `incarnations`: when each stage of a replica's start was over;
 - `failures`: which incarnations failed, who noticed when, and how the replica came back;
 - `goodput`: how much of the time trained the model, and where the rest went;
-- `culprits`: who keeps a job waiting, from what its ranks tell of their collectives; `diagnosis`: the document.
+- `culprits`: who keeps a job waiting, from what its ranks tell of their collectives; `diagnosis`: the document;
+- `locate`: which rank, host and process held an element of a parameter at a step.
 
 Before a run, `launcher.py plan` computes from a configuration what copies of the state will be worth:
 

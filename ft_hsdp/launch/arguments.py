@@ -167,6 +167,10 @@ def build_parser() -> argparse.ArgumentParser:
     diagnose.add_argument("--dump", metavar="FILE", type=Path, help="write what the ranks told into a file")
     with_runs(with_json(add("explain", "what happened in a run, and why")), a_run)
     with_runs(with_json(add("verify", "a finished run: does the protocol allow what it logged")), a_run)
+    locate = with_runs(with_json(add("locate", "the rank and host that held an element of a parameter")), a_run)
+    locate.add_argument("--parameter", metavar="NAME", required=True, help="as in the model's state_dict")
+    locate.add_argument("--index", metavar="I", help="of the element: I in row-major order, or I,J,K (all ranks)")
+    locate.add_argument("--step", type=int, metavar="S", help="at this step (at all)")
     trace = with_runs(add("trace", "a run as a trace for ui.perfetto.dev"), a_run)
     trace.add_argument("out", metavar="OUT", type=Path, nargs="?", help="a file (trace.json in the run's folder)")
     for name, text in ORDERS.items():

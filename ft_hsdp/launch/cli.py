@@ -31,14 +31,8 @@ from ft_hsdp.lifetime import MARK_VARIABLE, drain, forgiving, outlive_notices
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")  # an override without its two dashes
 INTERRUPTED = 130  # exit code after Ctrl-C
 JOBS = ("up", "lighthouse", "replica", "host", "submit")  # commands that run a job, or a part of one
-READING = (
-    "status",
-    "diagnose",
-    "explain",
-    "verify",
-    "trace",
-    "replay",
-)  # commands that read what a run has logged
+# Commands that read what a run has logged.
+READING = ("status", "diagnose", "explain", "verify", "locate", "trace", "replay")
 EXAMPLES = Path(__file__).parents[1] / "configs"
 RAY = "another one, or this one once Ray is installed: pip install 'ft_hsdp[ray]'"
 BREACH = 1  # exit code of `verify` for a run that breaks the protocol
@@ -352,6 +346,14 @@ def _verify(args: argparse.Namespace) -> int:
     return BREACH if found.breaches else EXIT_OK
 
 
+def _locate(args: argparse.Namespace) -> int:
+    from ft_hsdp.launch.run.locate import locate
+
+    found = locate(find_run(args.runs_dir, args.run), args.parameter, args.index, args.step)
+    _show(args, asdict(found), found.lines)
+    return EXIT_OK
+
+
 def _order(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.admin import order
 
@@ -429,6 +431,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "diagnose": _diagnose,
     "explain": _explain,
     "verify": _verify,
+    "locate": _locate,
     "trace": _trace,
     **dict.fromkeys(ORDERS, _order),
     "export": _export,

@@ -16,6 +16,7 @@ Read the modules in this order:
   states copies are made.
 - `blocks`: which hosts hold which blocks of a user's static data, and who reads which (ReStore §IV, §V).
 - `shape`: how FSDP2 cuts a state, and what a rank of another number of ranks takes from whom.
+- `parameters`: which block of a parameter each rank has, also with tensor parallelism, and its row in a log.
 - `lanes`: which rows of the gradient replicas of unequal width sum together, and which of their ranks have them.
 
 All of them act in jobs, and the model checker calls `copies` (ADR 34). What copies are worth is computed in

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.memory.parameters import unfolded
 from ft_hsdp.state.checkpoint import dcp
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
@@ -169,6 +170,11 @@ def train(kind: Kind) -> dict[str, Any]:
     ]
     alike = "".join(checksum(p.to_local().detach().contiguous()) for p in replicated)
     worst["saved"] = saved(live, adopted)
+    layout = unfolded(adopted.layout)
+    assert layout.keys() == adopted.params.keys()
+    for name, found in adopted.params.items():
+        part = found.full_tensor()[tuple(slice(*ends) for ends in layout[name].block(dist.get_rank()))]
+        assert torch.equal(part, found.to_local()), f"{name} lies elsewhere"
     return {**worst, "replicated": alike, "digest": live.digest(), "weights_digest": live.weights_digest()}
 
 

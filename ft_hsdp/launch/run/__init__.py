@@ -13,6 +13,7 @@ Read the modules in this order:
     audit      which units were trained once, twice, or never
     verify     `verify`: checks that the logs are a history that the protocol allows
     replay     `replay`: the ranks of one replica train the committed steps again, and every bit is compared
+    locate     `locate`: which rank, host and process held an element of a parameter
     trace      `trace`: a file for ui.perfetto.dev
     page       `replay --page`: the lighthouse's page for a finished run
     status     `status`: the state of a running job

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ft_hsdp.errors import ConfigError, InvalidArgument
+from ft_hsdp.memory.parameters import CutParameter, folded
 from ft_hsdp.state.pacing import SpanMeter
 from ft_hsdp.train.device import read_here
 from ft_hsdp.train.fsdp import param_groups
@@ -295,6 +296,22 @@ class AdoptedModel:
             return None
         names = {id(p): n for n, p in self.params.items()}
         return [[(names[id(p)], tuple(p.shape)) for p in bucket.params] for bucket in self.buckets]
+
+    @property
+    def layout(self) -> list[list[Any]]:
+        """How the ranks share the parameters, for a log, as `parameters.folded` says it; [] if it cannot."""
+        found = {}
+        for name, param in self.params.items():
+            mesh, dims = param.device_mesh, [getattr(how, "dim", -1) for how in param.placements]
+            copies = self._ranks // mesh.size()  # tensor parallelism has left it alone
+            strided = [type(how).__name__ == "_StridedShard" for how in param.placements]
+            usual = strided == [dim >= 0 and dim in dims[at + 1 :] for at, dim in enumerate(dims)]
+            ranks = mesh.mesh.flatten().tolist()
+            if not usual or ranks != list(range(ranks[0] % copies, self._ranks, copies)):
+                return []
+            cuts = (*zip(mesh.shape, dims, strict=True), *([(copies, -1)] if copies > 1 else []))
+            found[name] = CutParameter(tuple(param.shape), cuts)
+        return folded(found)
 
     def trained(self) -> bool:
         """Return whether the backward of the newest micro-batch has given a parameter a gradient."""

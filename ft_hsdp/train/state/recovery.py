@@ -348,7 +348,7 @@ def open_log(runtime: RankRuntime, warm: float) -> StepLog:
     name = f"{type(model.model).__module__}.{type(model.model).__qualname__}"
     parameters = sum(p.numel() for p in model.params.values())
     why = "model, optimizer and process group are ready"
-    journal.note(warm, "ReplicaWarmed", why, model=name, parameters=parameters)
+    journal.note(warm, "ReplicaWarmed", why, model=name, parameters=parameters, layout=model.layout)
     folder = runtime.place.run / "replicas" / str(identity.replica)
     return StepLog(folder, identity.incarnation, runtime.reporter.commit, journal.lost, runtime.reporter.log)
 
