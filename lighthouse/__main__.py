@@ -18,6 +18,7 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -189,8 +190,8 @@ def serve(
         told.append({"t": time.time(), "event": event, "source": "lighthouse", "reason": reason})
         events(told[-1])
 
-    def lead(store: Store, database: SqliteDatabase, gap: int) -> LeaderRuntime:
-        leading = begin(config, run, keys, store, database, gap, events)
+    def lead(url: str, store: Store, database: SqliteDatabase, gap: int) -> LeaderRuntime:
+        leading = begin(config, run, keys, store, database, gap, url, events)
         leading.journal.note(told)
         return leading
 
@@ -210,9 +211,10 @@ def serve(
             database = _patiently(lambda: SqliteDatabase(run / "lighthouse" / "journal.sqlite", note=note))
             try:
                 sock = listening()
-                leading = _patiently(lambda: lead(store, database, 0))
                 place = url if held is not None else advertised  # who holds the socket is on this machine
-                role = Alone(run, said or place(sock, scheme), claim, *leading)
+                where = said or place(sock, scheme)
+                leading = _patiently(lambda: lead(where, store, database, 0))
+                role = Alone(run, where, claim, *leading)
                 _run(role, sock, keys, context, held is not None)
             finally:
                 database.close()
@@ -226,7 +228,8 @@ def serve(
     lock = instance.InstanceLock(run, number)
     sock = listening()
     bound = int(sock.getsockname()[1])
-    candidate = Candidate(config, lock, said or advertised(sock, scheme), keys, lead, events)
+    where = said or advertised(sock, scheme)
+    candidate = Candidate(config, lock, where, keys, partial(lead, where), events)
     try:
         _run(candidate, sock, keys, context, held is not None)
     finally:

@@ -19,6 +19,7 @@ from ft_hsdp.errors import ConfigError
 from lighthouse.http.access import Keys
 from lighthouse.http.app import create_app
 from lighthouse.http.metrics import Meter
+from lighthouse.journal.alerts import AlertSink
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.journal.exporters import TensorBoardSink, WandbSink
 from lighthouse.journal.journal import JobJournal, Sink
@@ -59,6 +60,7 @@ def begin(
     store: Store,
     database: SqliteDatabase,
     gap: int,
+    url: str,
     events: Callable[[Mapping[str, object]], None],
 ) -> LeaderRuntime:
     """Lead the job in ``run``, in a term of its own.
@@ -67,6 +69,7 @@ def begin(
         store: Keeps the durable state; it is loaded here.
         database: Keeps the rows of the journal.
         gap: How many row numbers to leave out, as in `JobJournal`.
+        url: Where the job's page is, without a key.
         events: Takes each event of the lighthouse, as a row of its events.jsonl.
 
     Raises:
@@ -77,8 +80,9 @@ def begin(
     own = Agreement(config_hash(config), rules=tuple(agreed(config).items()))
     _same_rules(state, own)
     meter = Meter()
+    alerts = AlertSink(config.alerts, config.job.name, url) if config.alerts else None
     sinks: list[Sink] = [meter, LoggedFindings(events), *_curves(config, run, database)]
-    journal = JobJournal(database, about(config), sinks, gap=gap)
+    journal = JobJournal(database, about(config), sinks, gap=gap, watcher=alerts)
 
     def tell(row: Mapping[str, object]) -> None:
         events(row)

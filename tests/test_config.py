@@ -18,6 +18,7 @@ AID = {"kind": "helper", "at_s": 1, "target": "agent"}
 
 POINT = {"replicas": [0], "step": 1}
 LOST = {"kind": "host", "at_step": 5, "host": "r0h0"}
+NO_URLS = ("hooks/hunter2", "ftp://a/hunter2", "https:///hunter2", "https://a/hunter2 b")
 TWO_HOSTS = {"ranks_per_replica": 2, "hosts": {"per_replica": 2, "spare": 1}}
 
 # A document, the key that the message starts with, a part of what it says is allowed.
@@ -127,6 +128,15 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ({"chaos": [AID | {"target": "lighthouse", "replicas": [0]}]}, "chaos.0.replicas", "[] with an edge"),
     ({"chaos": [AID | {"target": "supervisor"}]}, "chaos.0.signal", "STOP, with for_s above 0"),
     ({"debug": {"failpoints": {"x": POINT}}}, "debug.failpoints.x", "one of reduce-begin"),
+    ({"alerts": [{}]}, "alerts.0.command", "a program and its arguments, or a url instead"),
+    ({"alerts": [{"command": []}]}, "alerts.0.command", "a program and its arguments, or a url instead"),
+    ({"alerts": [{"command": [""]}]}, "alerts.0.command.0", "text that is not empty"),
+    ({"alerts": [{"url": "https://a", "command": ["b"]}]}, "alerts.0.url", "exactly one of url and command"),
+    ({"alerts": [{"command": ["a"], "rules": ["stal"]}]}, "alerts.0.rules.0", "stall, loss, replicas, protection"),
+    ({"alerts": [{"command": ["a"], "rules": []}]}, "alerts.0.rules", "at least 1 item, each stall"),
+    *(({"alerts": [{"url": url}]}, "alerts.0.url", "text that matches ^https?://") for url in NO_URLS),
+    ({"alerts": [{"url": "https://a:99999/hunter2"}]}, "alerts.0.url", "a port from 1 to 65535"),
+    ({"alerts": [{"ulr": "https://a/hunter2"}]}, "alerts.0.ulr", "did you mean alerts.0.url?"),
 ]
 
 # An override, and the same.
@@ -158,6 +168,7 @@ BAD_OVERRIDES: list[tuple[str, str, str]] = [
 def test_bad_input_gets_one_line(document: dict[Any, Any], overrides: list[str], key: str, allowed: str) -> None:
     line = refused(lambda: parse(document, overrides), key=key)
     assert allowed in line.partition("; allowed: ")[2]
+    assert "hunter2" not in line  # of a webhook
 
 
 @pytest.mark.parametrize(

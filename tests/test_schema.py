@@ -56,6 +56,7 @@ UNSAID = {
     ("chaos.0.signal", "None"),
     ("chaos.0.down_steps", "2"),
     ("chaos.0.reject", "True"),
+    ("alerts.0.url", "'https://a:99999/hunter2'"),
 }
 WAITS = {"timeouts", "restart", "ftar", "quorum", "lighthouse"}  # their waits are bounded by each other
 

@@ -26,7 +26,7 @@ Example:
 from ft_hsdp.config.chaos import ChaosConfig, DebugConfig, FailpointConfig
 from ft_hsdp.config.config import Config
 from ft_hsdp.config.loader import agreed, config_hash, dump, json_schema, load, parse, resume_hash
-from ft_hsdp.config.network import LighthouseConfig, NetworkConfig, RayConfig
+from ft_hsdp.config.network import AlertConfig, LighthouseConfig, NetworkConfig, RayConfig
 from ft_hsdp.config.running import (
     CheckpointConfig,
     FtarConfig,
@@ -40,6 +40,7 @@ from ft_hsdp.config.timeouts import RestartConfig, TimeoutsConfig
 from ft_hsdp.config.training import DataConfig, LrConfig, ModelConfig, OptimConfig, TrainConfig
 
 __all__ = [
+    "AlertConfig",
     "ChaosConfig",
     "CheckpointConfig",
     "Config",

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from ft_hsdp import fault_injection
 from ft_hsdp.config.base import Int, Section, refuse
 from ft_hsdp.config.chaos import ChaosConfig, DebugConfig
-from ft_hsdp.config.network import LighthouseConfig, NetworkConfig, RayConfig
+from ft_hsdp.config.network import AlertConfig, LighthouseConfig, NetworkConfig, RayConfig
 from ft_hsdp.config.running import (
     MAX_RANKS,
     MAX_REPLICAS,
@@ -111,6 +111,9 @@ class Config(Section):
     restart: RestartConfig = Field(default_factory=RestartConfig)
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     lighthouse: LighthouseConfig = Field(default_factory=LighthouseConfig)
+    alerts: tuple[AlertConfig, ...] = Field(
+        (), max_length=16, description="whom the lighthouse tells what needs people"
+    )
     ray: RayConfig = Field(default_factory=RayConfig)
     state: StateConfig = Field(default_factory=StateConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)

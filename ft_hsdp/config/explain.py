@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ft_hsdp.config.base import CROSS_FIELD
+from ft_hsdp.config.network import WEBHOOK
 from ft_hsdp.config.timeouts import TimeoutsConfig
 from ft_hsdp.errors import ConfigError
 
@@ -189,4 +190,4 @@ def _value_at(given: object, loc: Sequence[int | str]) -> object:
             given = given[part]  # type: ignore[index]  # whatever cannot be followed ends in None
         except (TypeError, KeyError, IndexError):
             return None
-    return given
+    return WEBHOOK if loc[:1] == ("alerts",) and (loc[-1] == "url" or "//" in str(given)) else given

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
@@ -110,6 +111,53 @@ class LighthouseConfig(Section):
     def _check(self) -> Self:
         if self.count > 1 and not self.etcd:
             raise refuse("count", self.count, "1 without lighthouse.etcd: etcd elects the leader")
+        return self
+
+
+AlertRule = Literal["stall", "loss", "replicas", "protection", "restarts", "disk", "culprit", "halted"]
+WEBHOOK = "a URL (it may be a secret, and is not shown)"
+
+
+class AlertConfig(Section):
+    """Whom the lighthouse tells what needs people: a webhook, or a program (docs/lighthouse.md)."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["url"], "properties": {"url": {"not": {"type": "null"}}}},
+                {"required": ["command"], "properties": {"command": {"minItems": 1}}},
+            ]
+        }
+    )
+
+    url: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/?#]+[^\s]*$",
+        max_length=2048,
+        description="webhook, http:// or https://, that gets each alert as JSON in the form that Slack takes",
+    )
+    command: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        max_length=64,
+        description="program and its arguments, run on the lighthouse's machine with each alert as JSON on its "
+        "standard input",
+    )
+    rules: tuple[AlertRule, ...] = Field(
+        get_args(AlertRule), min_length=1, description="what is told; by default everything"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.url is not None and self.command:
+            raise refuse("url", WEBHOOK, "null with a command: exactly one of url and command")
+        if self.url is None and not self.command:
+            raise refuse("command", [], "a program and its arguments, or a url instead")
+        try:
+            fits = self.url is None or (urlsplit(self.url).hostname and urlsplit(self.url).port != 0)
+        except ValueError:
+            fits = False
+        if not fits:
+            raise refuse("url", WEBHOOK, "a URL with a host, and with a port from 1 to 65535 if it has one")
         return self
 
 

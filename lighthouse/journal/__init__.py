@@ -11,7 +11,8 @@ Read in this order:
 - `row_checks`: which rows are accepted from whom, cut to size (pure);
 - `database`: the SQLite file, and the one in memory for the pages of finished runs;
 - `subscribers`: the stream of rows to pages and to standby lighthouses;
-- `exporters`: curves for TensorBoard and Weights & Biases, each on a thread of its own.
+- `exporters`: curves for TensorBoard and Weights & Biases, each on a thread of its own;
+- `alerts`: messages to people, by webhooks and programs.
 
 Durability: `JobJournal.note` stores the lighthouse's own events before it returns, because a decision is answered
 only after it is recorded. Rows of workers are stored within `FLUSH_S`; a crash loses no more than those, and the

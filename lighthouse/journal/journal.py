@@ -39,6 +39,7 @@ PASTS = 4  # overviews of earlier times that are kept
 MAX_SAID = 300  # characters of the sentence on an event
 FAILED_S = 60.0  # for which a diagnosis names a failure that is not over
 COMPLAIN_S = 10.0  # between two log lines about lost rows
+LOOK_S = 1.0  # between two looks of a watcher
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +52,13 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Release everything; no more rows come."""
+
+
+class Watcher(Sink, Protocol):
+    """A sink that also looks at the overview, about once a second."""
+
+    def look(self, overview: Overview, paused: bool) -> None:
+        """Look at the rows folded so far; ``paused``: a training loop says that it does not train now."""
 
 
 class JobJournal:
@@ -68,16 +76,19 @@ class JobJournal:
         monotonic: Callable[[], float] = time.monotonic,
         *,
         gap: int = 0,
+        watcher: Watcher | None = None,
     ) -> None:
         """Open the journal in ``database``.
 
         Args:
             sinks: more receivers of rows.
             gap: numbers to leave out, because another lighthouse may have given them to rows that are lost.
+            watcher: one more sink, which looks from `begin` on; None: there is none.
         """
         self.about = about
         self._database = database
-        self._sinks = sinks
+        self._sinks = (*sinks, *(() if watcher is None else (watcher,)))
+        self._watcher = watcher
         self._clock = clock
         self._monotonic = monotonic
         self._pending: list[JournalEntry] = []
@@ -99,14 +110,17 @@ class JobJournal:
         self._past = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._kept: asyncio.Future[None] | None = None  # done once the pending rows are stored
-        self._warming: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._lost = 0
         self._complained = -math.inf
         self._closed = False
 
     def begin(self) -> None:
-        """Start to fold the rows that are stored already, as a task of the running event loop."""
-        self._warming = asyncio.get_running_loop().create_task(self._warm())
+        """Start to fold the rows that are stored already, and to look, as tasks of the running event loop."""
+        loop = asyncio.get_running_loop()
+        self._tasks.append(loop.create_task(self._warm()))
+        if self._watcher is not None:
+            self._tasks.append(loop.create_task(self._look(self._watcher)))
 
     # Rows come in.
 
@@ -249,8 +263,8 @@ class JobJournal:
         self._closed = True
         self._flush()
         self._disk.close()
-        if self._warming is not None:
-            self._warming.cancel()
+        for task in self._tasks:
+            task.cancel()
         self.subscribers.close()
         for sink in self._sinks:
             try:
@@ -265,6 +279,15 @@ class JobJournal:
             await self.ready()
         except DatabaseFailed as error:  # a request for the overview fails with the same error
             _log.error("%s", error)
+
+    async def _look(self, watcher: Watcher) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._caught_up:
+                try:
+                    watcher.look(self._overview, bool(self.pauses()))
+                except Exception:
+                    _log.exception("a watcher did not look")
 
     def _number(self, kind: Any, rows: Iterable[Row]) -> None:
         self._last = max(self._last, self._database.last)

@@ -12,7 +12,8 @@ Read in this order:
 - `replicas`: the lane of each replica, that is which state it was in when;
 - `series`: curves of commits, and of the values of users' loops, thinned out to what a page can draw;
 - `liveness`: stragglers and stalled replicas, found while the job runs, and what its ranks told last;
-- `suspects`: which rank keeps the job waiting.
+- `suspects`: which rank keeps the job waiting;
+- `alarms`: what needs people.
 
 The package is pure: no library, no file, no clock; the time comes in as an argument (an import contract in
 pyproject.toml holds this). So the page of a finished run, and the page at an earlier time, are the same fold over

@@ -171,7 +171,7 @@ class Overview:
                 "since": self.since,
                 "outages": [out for out in self.outages if out[1] >= start and out[0] <= end],
             },
-            "head": self._newest(),
+            "head": self.head(),
             "effective": self.goodput.effective(),
             "replicas": states(self.lanes.shown()),
             "lanes": self.segments(start, end, (end - start) / (2 * points)),
@@ -300,7 +300,8 @@ class Overview:
             "live": about.live,
         }
 
-    def _newest(self) -> Json:
+    def head(self) -> Json:
+        """Return the newest commit, and how fast the last ones came."""
         row = self._head or {}
         times = [t for t, _ in self._recent]
         span = max(times) - min(times) if len(times) > 1 else 0.0

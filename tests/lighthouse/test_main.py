@@ -16,6 +16,7 @@ from lighthouse import __main__ as program
 from lighthouse import runtime
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, at, name
 from tests.support.lighthouse.program import Program, furnish
+from tests.support.lighthouse.webhook import SECRET, webhook
 from tests.support.refused import refused
 from tests.support.waiting import until
 
@@ -107,6 +108,23 @@ def test_what_is_damaged_is_set_aside_and_the_lighthouse_serves(run):
     assert asides == ["events.jsonl", "journal.sqlite", "lighthouse.json", "store.sqlite"]
     assert [e["reason"].partition(":")[0] for e in shown] == ["store.sqlite", "journal.sqlite"]
     assert "DamagedFileSetAside" in (folder / "events.jsonl").read_text()
+
+
+def test_people_are_told_once_whichever_lighthouse_leads(tmp_path):
+    lost = {"event": "LogLinesLost", "file": "events.jsonl", "lines": 3}
+    with webhook() as server:
+        run = furnish(tmp_path / "job", alerts=[{"url": server.url}])
+        for replica in (0, 1):
+            with Program(run) as lighthouse:
+                told = protocol.encode(protocol.Telemetry(f"{replica}-a-0", events=(lost,)))
+                assert lighthouse.http.post(f"{lighthouse.url}/v1/telemetry", content=told).is_success
+                until(lambda count=replica + 1: len(server.got) == count)
+                assert server.got[replica]["page"] == lighthouse.url
+                shown = [
+                    lighthouse.http.get(f"{lighthouse.url}/v1/{page}").text for page in ("status", "overview")
+                ]
+                assert SECRET not in "".join([*shown, lighthouse.tail()])
+    assert [each["subject"] for each in server.got] == ["logs of replica 0", "logs of replica 1"]
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_a_lighthouse_with_other_rules_than_its_run_agreed_on_does_not_start(tmp
 
     def start(**keys):
         keys = {"replicas": 2, **keys}
-        runtime.begin(parse(keys), tmp_path, Keys(TOKEN), MemoryStore(store.rows), None, 0, print)
+        runtime.begin(parse(keys), tmp_path, Keys(TOKEN), MemoryStore(store.rows), None, 0, "", print)
 
     refused(lambda: start(train={"steps": 90}), r"train.steps: .*90.*100, on which this run has agreed")
     refused(lambda: start(max_replicas=5), "max_replicas")

@@ -295,7 +295,7 @@ class RayHosts:
             None if group.owner is None else (group.owner, group.seats.index(seat)),
             pool.only,
             None if several else seat.number * SPARES,
-            dump(config),
+            dump(config.model_copy(update={"alerts": ()})),  # for the lighthouse alone: webhooks are secrets
             secret.current(run.token),
             secret.current(run.checkpoint_key),
             self.urls,

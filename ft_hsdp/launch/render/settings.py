@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from ft_hsdp.config import Config, NetworkConfig, TimeoutsConfig
 from ft_hsdp.config.entry import is_function
+from ft_hsdp.config.network import WEBHOOK
 from ft_hsdp.errors import ConfigError
 
 
@@ -194,6 +195,10 @@ def dump(config: Config) -> str:
                 "URLs without one; set FT_HSDP_ETCD_USER and FT_HSDP_ETCD_PASSWORD in the lighthouse's environment"
             )
             raise ConfigError("lighthouse.etcd", "a password", allowed)
+    for i, alert in enumerate(config.alerts):
+        if alert.url is not None:
+            allowed = "null: name a command that finds the URL where the lighthouse runs, such as in a Secret"
+            raise ConfigError(f"alerts.{i}.url", WEBHOOK, allowed)
     for name in config.ray.runtime_env.get("env_vars") or ():
         if _SECRET.search(str(name)):
             raise ConfigError("ray.runtime_env", str(name), "no secrets: give them to the pods in a Secret")

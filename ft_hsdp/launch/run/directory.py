@@ -253,7 +253,10 @@ def write_job_files(run: RunDir, config: Config, token: str | None = None) -> No
     options = config.checkpoint
     key = secret.make_checkpoint_key(options.key, Path(options.dir) if options.dir and not options.trust else None)
     run.path.mkdir(parents=True, exist_ok=True)
-    run.config.write_text(dump(config))
+    if config.alerts:  # a webhook is a secret
+        secret.write_private(run.config, dump(config))
+    else:
+        run.config.write_text(dump(config))
     secret.write_private(run.token, token or secrets.token_hex(32))
     secret.write_private(run.admin_token, secrets.token_hex(32))
     secret.write_private(run.checkpoint_key, key.decode())
@@ -266,9 +269,7 @@ def write_config(file: Path, config: Config) -> None:
         if read_regular(file).decode() == text:
             return
     clear_way(file)
-    part = file.with_name(f".{file.name}.{secrets.token_hex(6)}")
-    part.write_text(text)
-    part.replace(file)
+    secret.write_private(file, text)
 
 
 class JobFiles:

@@ -313,6 +313,7 @@ def test_what_the_user_says_of_the_network_stays() -> None:
     ("document", "key"),
     [
         ({"lighthouse": {"etcd": ["http://root:hunter2@a:2379"]}}, "lighthouse.etcd"),
+        ({"alerts": [{"url": "https://a/hunter2"}]}, "alerts.0.url"),
         ({"ray": {"runtime_env": {"env_vars": {"WANDB_API_KEY": "hunter2"}}}}, "ray.runtime_env"),
         ({"ray": {"runtime_env": {"env_vars": {"db_password": "hunter2"}}}}, "ray.runtime_env"),
     ],

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.claim import Claim, FolderOwner
-from ft_hsdp.config import Config, load
+from ft_hsdp.config import Config, load, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import LineWriter, read_object, replace_json
 from ft_hsdp.launch.run.directory import (
@@ -26,6 +26,7 @@ from ft_hsdp.launch.run.directory import (
     open_log,
     read_json,
     read_jsonl,
+    write_config,
     write_job_files,
 )
 from tests.support.waiting import async_until
@@ -204,6 +205,13 @@ def test_of_several_jobs_that_make_one_run_at_a_time_one_has_it(run_dir: RunDir)
     assert run_dir.token.read_text() == winner * 64
     assert len(list(run_dir.path.parent.glob("job.*Z"))) == 1, "the ended run alone was moved aside"
     claims[0].release()
+
+
+def test_a_configuration_that_names_a_webhook_is_for_its_owner_alone(run_dir: RunDir) -> None:
+    write_job_files(run_dir, config := parse({"alerts": [{"url": "https://a/secret"}]}), "a" * 64)
+    write_config(other := run_dir.path / "other.yaml", config)
+    assert [stat.S_IMODE(file.stat().st_mode) for file in (run_dir.config, other)] == [0o600] * 2
+    assert load(run_dir.config) == load(other) == config
 
 
 async def test_what_a_job_needs_is_put_back(run_dir: RunDir) -> None:
