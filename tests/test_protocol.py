@@ -215,3 +215,16 @@ def test_a_wrong_document_has_few_errors_however_long_it_is(name: str, kind: str
         except ProtocolViolation as error:
             cause = error.__context__
         assert cause is None or (isinstance(cause, ValidationError) and cause.error_count() < 50)
+
+
+@given(st.lists(st.integers(0, 10**18 - 1), min_size=6, max_size=6))
+def test_a_heartbeat_has_a_short_way_to_the_same_bytes(numbers: list[int]) -> None:
+    beat = protocol.RingBeat(*numbers)
+    assert protocol.beat_frame(*numbers) == protocol.frame(beat)
+    assert protocol.beat_in(protocol.encode(beat)) == beat
+
+
+def test_what_only_looks_like_a_heartbeat_is_left_to_the_checks() -> None:
+    body = protocol.encode(protocol.RingBeat(1, 2, 3))
+    for wrong in (b"", b" " + body, body + b" ", body.replace(b"2", b"-2"), body.replace(b"2", b"1" * 19)):
+        assert protocol.beat_in(wrong) is None

@@ -347,7 +347,6 @@ class Peer:
         self._closed = False
         self._reading = False
         self._unread = bytearray()  # the beginning of a message
-        self._beat: bytes | None = None  # the last heartbeat, encoded
         self._writing = asyncio.Lock()
 
     def belongs_to(self, heard: Heard) -> None:
@@ -372,11 +371,9 @@ class Peer:
                 self.heard_at = time.monotonic()
                 self._unread += part
                 for body in self._bodies():
-                    if body == self._beat:
-                        continue  # the same heartbeat once more
-                    message = protocol.decode(body, *_MESSAGES)
+                    message = protocol.beat_in(body) or protocol.decode(body, *_MESSAGES)
                     if isinstance(message, RingBeat):
-                        self.newest, self._beat = message, body
+                        self.newest = message
                     elif not self._closed:
                         self._heard(self, message)
                 return

@@ -25,10 +25,10 @@ from ft_hsdp.ftar.allreduce import Ring
 from ft_hsdp.ftar.connections import Peer
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.protocol import RingBeat
 
 PROC = Path("/proc")
 STOPPED = frozenset("Tt")
+LINE = 256  # bytes of a file in /proc that are read
 
 
 class HostLoadReader:
@@ -62,15 +62,21 @@ class HostLoadReader:
         self._waited_us, self._jiffies, self._at = waited_us, jiffies, now
         return HostLoad(pressure, self._runnable() / self._cores, stolen)
 
-    def _text(self, name: str) -> str:
+    def _line(self, name: str) -> str:
         try:
-            return (self._proc / name).read_text()
-        except (OSError, ValueError):
+            fd = os.open(f"{self._proc}/{name}", os.O_RDONLY)
+        except OSError:
             return ""
+        try:
+            return os.read(fd, LINE).partition(b"\n")[0].decode(errors="replace")
+        except OSError:
+            return ""
+        finally:
+            os.close(fd)
 
     def _pressure(self) -> int | None:
         """Return for how many microseconds since boot at least one thread waited for a CPU; None if unknown."""
-        some = self._text("pressure/cpu").partition("\n")[0]
+        some = self._line("pressure/cpu")
         total = some.rpartition("total=")[2]
         return int(total) if some.startswith("some") and total.isdecimal() else None
 
@@ -79,7 +85,7 @@ class HostLoadReader:
 
         The fields of /proc/stat are user nice system idle iowait irq softirq steal.
         """
-        fields = self._text("stat").partition("\n")[0].split()[1:9]
+        fields = self._line("stat").split()[1:9]
         if len(fields) < 8 or not all(f.isdecimal() for f in fields):
             return None
         numbers = [int(f) for f in fields]
@@ -87,7 +93,7 @@ class HostLoadReader:
 
     def _runnable(self) -> int:
         """Return how many threads run or could run on the whole host."""
-        fields = self._text("loadavg").split()
+        fields = self._line("loadavg").split()
         running = fields[3].partition("/")[0] if len(fields) > 3 else ""
         return int(running) if running.isdecimal() else 0
 
@@ -103,7 +109,6 @@ def is_stopped(pid: int, proc: Path = PROC) -> bool:
 
 LATE_BEATS = 1  # a timer that is this many beats late means that this process stood still
 LOAD_S = 0.5  # between two readings of the host's load
-STALL_MS = 20  # steps in which a stall is told: a heartbeat that says nothing new costs its neighbours little
 
 
 class HostSentinel:
@@ -164,8 +169,6 @@ class Heartbeat:
         self._detectors: dict[Peer, PhiAccrual] = {}
         self._before = time.monotonic()  # of the last tick
         self._stood_still = 0.0  # seconds in which this process did not run
-        self._beat: RingBeat | None = None  # the last one
-        self._frame = b""  # that, encoded
         self._progress = (0, 0)  # all-reduces entered, chunks received
         self._moved = self._before  # when the progress last changed
         self._timer = self._loop.call_soon(self._tick)
@@ -200,13 +203,11 @@ class Heartbeat:
     def _send(self) -> None:
         ring = self._ring
         entered, sent = (ring.entered, ring.sent) if ring is not None else (0, 0)
-        stall_ms = STALL_MS * math.ceil(1000 / STALL_MS * self._sentinel.stall_s(time.monotonic()))
+        stall_ms = math.ceil(1000 * self._sentinel.stall_s(time.monotonic()))
         pause_ms = math.ceil(1000 * self._pause_s())
-        beat = RingBeat(self._epoch, entered, sent, stall_ms, os.getpid(), pause_ms)
-        if beat != self._beat:
-            self._beat, self._frame = beat, protocol.frame(beat)
+        frame = protocol.beat_frame(self._epoch, entered, sent, stall_ms, os.getpid(), pause_ms)
         for peer in self._rendezvous.edges:
-            peer.send_heartbeat(self._frame)
+            peer.send_heartbeat(frame)
 
     def _detector(self, peer: Peer) -> PhiAccrual:
         if peer not in self._detectors:
