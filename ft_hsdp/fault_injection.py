@@ -140,7 +140,7 @@ class FaultOrder:
 fakes: dict[str, Callable[[FaultOrder, Path], contextlib.AbstractContextManager[None]]] = {}
 """Carry out the kinds that a module of `preload` adds, for the job in a folder; the product itself has none."""
 
-_ring: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # connections to neighbours
+ring_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # connections to neighbours
 _reset: set[FaultOrder] = set()  # orders to reset them that were carried out
 _cut: Mapping[Peer, bool] = {}  # peers that nothing reaches -> whether they refuse
 _watched: set[Path] = set()
@@ -186,7 +186,7 @@ def _refusing(peer: Peer) -> bool:
 def in_ring(sock: socket.socket) -> None:
     """Note a connection to a neighbour, which a fault may reset."""
     if _watched:
-        _ring.add(sock)
+        ring_sockets.add(sock)
 
 
 def reset(sock: socket.socket) -> None:
@@ -261,5 +261,5 @@ def enforce(orders: Iterable[FaultOrder], run: Path, replica: int, faked: contex
             faked.enter_context(fakes[order.kind](order, run))
         elif order.kind == "reset" and order not in _reset:
             _reset.add(order)
-            for sock in list(_ring):
+            for sock in list(ring_sockets):
                 reset(sock)

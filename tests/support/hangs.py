@@ -122,7 +122,7 @@ def _loses() -> Iterator[None]:
 @contextlib.contextmanager
 def _slow_link() -> Iterator[None]:
     def pace(rate: int) -> None:
-        for sock in list(fault_injection._ring):
+        for sock in list(fault_injection.ring_sockets):
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, rate.to_bytes(4, sys.byteorder))
 
