@@ -6,7 +6,8 @@ import pytest
 
 from ft_hsdp.analysis.culprits import SILENT_S, Finding, find, find_slow
 from ft_hsdp.core.traces import COMMIT, GroupTrace, Heard, Mark, RankId, RankTrace
-from tests.model.traces import HANGS, KINDS, SLOW, Verdict, case, judge
+from tests.model.judged import judged
+from tests.model.traces import HANGS, KINDS, SLOW, Verdict, case
 
 EPOCH = f"{COMMIT} of epoch 1"
 
@@ -145,24 +146,22 @@ def test_a_slow_rank_begins_collectives_late_and_a_slow_connection_blocks_its_le
     assert find_slow(job.heard).findings == ()
 
 
-def judged(kind: str, seed: int) -> tuple[Verdict, int]:
-    found = case(seed, kind, replicas=5, ranks=8)
-    diagnosis = find(found.heard) if found.stopped else find_slow(found.heard)
-    return judge(found, [frozenset(each.ranks) for each in diagnosis.findings]), len(diagnosis.findings)
+def verdict(kind: str, seed: int) -> Verdict:
+    return judged(case(seed, kind, replicas=5, ranks=8))[0]
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("in", "two")])
 def test_emulated_faults_are_named(kind: str) -> None:
-    verdicts = [judged(kind, seed)[0] for seed in range(10)]
+    verdicts = [verdict(kind, seed) for seed in range(10)]
     assert fmean(v.exact for v in verdicts) >= (1.0 if kind in HANGS else 0.9), kind
     assert sum(v.false for v in verdicts) <= 2 * (kind in SLOW), kind
 
 
 def test_two_faults_and_hangs_inside_of_collectives_are_named_or_narrowed_down() -> None:
-    verdicts = [judged(kind, seed)[0] for kind in ("in", "two") for seed in range(12)]
+    verdicts = [verdict(kind, seed) for kind in ("in", "two") for seed in range(12)]
     assert fmean(v.exact for v in verdicts) >= 0.6
     assert sum(v.false for v in verdicts) <= 1
 
 
 def test_a_healthy_job_has_no_culprit() -> None:
-    assert sum(judged("healthy", seed)[1] for seed in range(10)) == 0
+    assert sum(verdict("healthy", seed).false for seed in range(10)) == 0
