@@ -6,12 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ft_hsdp.analysis.culprits import BlockedCollective, Diagnosis, Finding, find, find_slow
+from ft_hsdp.analysis.culprits import SILENT_S, BlockedCollective, Diagnosis, Finding, find, find_slow
 from ft_hsdp.core.traces import Heard, RankId, RankTrace
 
 EVEN_S = 20.0  # after a stop: what ranks tell of their waits is of up to so many seconds before
 SHOWN_WAITS = 100  # collectives in one document, those with the most ranks
-SHOWN_RANKS = 32  # of one collective
+SHOWN_RANKS = 32  # of one collective, and of one finding
+SHOWN_FINDINGS = 100
+MAX_RANKS = 4096  # in one document
+WORDS = ("culprit", "silent", "absent", "waits", "")  # on a rank, worst first
 
 Json = dict[str, Any]
 
@@ -73,9 +76,30 @@ def describe(dump: Dump) -> Json:
         "typical_s": dump.typical_s,
         "pauses": dump.pauses,
         "failures": list(dump.failures),
-        "findings": [_finding(each, known) for each in found.findings],
+        "findings": [_finding(each, known) for each in sorted(found.findings, key=_order)[:SHOWN_FINDINGS]],
         "waits": [_wait(each) for each in waits],
+        "ranks": _ranks(dump.ranks, found),
     }
+
+
+def _ranks(ranks: Iterable[KnownRank], found: Diagnosis) -> list[list[Any]]:
+    """Return [replica, rank, still_s, age_s, word] of at most `MAX_RANKS` ranks, the worst first."""
+    culprits = {rank for finding in found.findings for rank in finding.ranks}
+    waiting = {rank for wait in found.waits for rank in wait.waiting}
+    absent = {rank for wait in found.waits for rank in wait.absent} - waiting  # who waits itself cannot come
+    rows: list[list[Any]] = []
+    for known in ranks:
+        who = RankId(known.replica, known.rank)
+        words = (who in culprits, known.age_s > SILENT_S or known.gone, who in absent, who in waiting)
+        still_s = 0.0 if known.moves else None if known.trace is None else round(known.trace.still_s, 1)
+        word = next((word for word, is_so in zip(WORDS, words, strict=False) if is_so), "")
+        rows.append([*who, still_s, round(known.age_s, 1), word])
+    return sorted(rows, key=lambda row: (WORDS.index(row[4]), -(row[2] or 0.0), row[:2]))[:MAX_RANKS]
+
+
+def _order(finding: Finding) -> tuple[int, int]:
+    """Return what sorts findings: those that say most come first."""
+    return len(finding.ranks), -finding.waiting
 
 
 def _finding(finding: Finding, known: Mapping[RankId, KnownRank]) -> Json:
@@ -83,7 +107,7 @@ def _finding(finding: Finding, known: Mapping[RankId, KnownRank]) -> Json:
         "kind": finding.kind,
         "why": finding.why,
         "waiting": finding.waiting,
-        "suspects": [_suspect(rank, known[rank]) for rank in finding.ranks if rank in known],
+        "suspects": [_suspect(rank, known[rank]) for rank in finding.ranks[:SHOWN_RANKS] if rank in known],
     }
 
 

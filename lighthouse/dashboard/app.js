@@ -1,6 +1,7 @@
 // Joins the parts, and says to the browser's performance timeline when the first overview stood.
 import { Confirmation, Notice } from "./actions.js";
 import { keepViewKey, readAddress, viewKey } from "./api.js";
+import { Diagnosis } from "./diagnosis.js";
 import { Drawer } from "./drawer.js";
 import { Connection, Header } from "./header.js";
 import { html, render, useEffect, useState } from "./html.js";
@@ -24,6 +25,7 @@ function Page() {
   return html`
     <${Header} />
     <main>
+      <${Diagnosis} />
       <div class="board">
         <${Timeline} />
         <div class="side"><${Effective} /><${Waterfall} /><${Hosts} /><${Run} /></div>

@@ -1,4 +1,5 @@
 // The job in one line: what it is, how far, how fast, how well; and whether this page is up to date.
+import { DiagnosisSwitch } from "./diagnosis.js";
 import { html } from "./html.js";
 import { store, useStore } from "./store.js";
 import { count, percent, short, span } from "./time.js";
@@ -50,7 +51,7 @@ export function Header() {
         <h1>${job.name}</h1>
         ${halted && html`<span class=${`tag ${job.halted ? "warn" : ""}`}>${job.halted ? `halted: ${halted}` : halted}</span>`}
         <span class="grow" />
-        ${job.live && html`<button type="button" class="quiet-button" onClick=${() => store.set({ asked: { action: "checkpoint" } })}>checkpoint now</button>`}
+        ${job.live && html`<${DiagnosisSwitch} /><button type="button" class="quiet-button" onClick=${() => store.set({ asked: { action: "checkpoint" } })}>checkpoint now</button>`}
         <${ThemeSwitch} />
       </div>
       <dl class="facts">

@@ -31,6 +31,7 @@ export const store = createStore({
   replica: null, // the replica in the drawer
   failure: null, // seq of the failure in the waterfall
   event: null, // seq that the address names
+  diagnosis: false, // whether the panel is open that says who waits for whom
   asked: null, // the action that waits for its confirmation
   notice: null, // {text, good}: what the last action came to
   theme: document.documentElement.dataset.theme,

@@ -83,3 +83,22 @@ def test_after_a_stop_nobody_is_called_slow_for_some_time() -> None:
     dump = Dump("job", 1.7e9, False, 0.1, STEP_S, EVEN_S - 1, ranks)
     assert describe(dump)["findings"] == []
     assert [f["kind"] for f in describe(replace(dump, even_s=EVEN_S))["findings"]] == ["slow link"]
+
+
+def test_a_document_has_all_ranks_and_the_worst_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, bare = replace(known(2, WAITS), age_s=9.0), replace(known(4, WAITS), trace=None)
+    late, ahead = GroupTrace("other", 4, 4), known(5, GroupTrace("other", 5, 4))
+    excused = replace(HUNG[0], trace=RankTrace((WAITS, late), 3.0))  # it waits elsewhere itself
+    ranks = (bare, known(3, late, 0.12, moves=True), silent, excused, ahead, HUNG[1])
+    rows = [
+        [1, 1, 3.0, 0.3, "culprit"],
+        [1, 2, 3.0, 9.0, "silent"],
+        [1, 3, 0.0, 0.3, "absent"],
+        [1, 0, 3.0, 0.3, "waits"],
+        [1, 5, 3.0, 0.3, "waits"],
+        [1, 4, None, 0.3, ""],
+    ]
+    dump = Dump("job", 1.7e9, True, 5.0, STEP_S, None, ranks)
+    assert describe(dump)["ranks"] == rows
+    monkeypatch.setattr("ft_hsdp.analysis.diagnosis.MAX_RANKS", 2)
+    assert describe(dump)["ranks"] == rows[:2]

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from ft_hsdp import address, protocol
 from ft_hsdp.core.host_report import HostReport
-from ft_hsdp.protocol import ProcessReport, Telemetry
+from ft_hsdp.protocol import ProcessReport, RankBeat, Telemetry
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.overview.overview import JournalEntry
 from tests.support.lighthouse.day import START, write_day
@@ -88,8 +88,9 @@ class Server:
         *events: dict[str, Any],
         commits: tuple[dict[str, Any], ...] = (),
         logged: tuple[dict[str, Any], ...] = (),
+        ranks: tuple[RankBeat, ...] = (),
     ) -> None:
-        body = protocol.encode(Telemetry(f"{replica}-run-0", events, commits, logged=logged))
+        body = protocol.encode(Telemetry(f"{replica}-run-0", events, commits, ranks, logged=logged))
         answer = httpx.post(f"{self.url}/v1/telemetry", content=body, auth=BlockingProof(TOKEN), trust_env=False)
         assert answer.status_code == 204, answer.text
 
