@@ -281,7 +281,11 @@ def _slow_links(rings: Iterable[_Group]) -> Iterable[Finding]:
 
 def _slow_ranks(groups: Iterable[_Group]) -> Iterable[Finding]:
     found: dict[RankId, tuple[float, str]] = {}
+    last: dict[str, RankId] = {}  # by group
+    member_of: defaultdict[RankId, list[str]] = defaultdict(list)
     for group in groups:
+        for rank in group.members:
+            member_of[rank].append(group.name)
         begun: defaultdict[int, dict[RankId, float]] = defaultdict(dict)
         for rank, trace in group.members.items():
             for mark in trace.marks:
@@ -298,9 +302,13 @@ def _slow_ranks(groups: Iterable[_Group]) -> Iterable[Finding]:
             continue
         (next_s, _), (most_s, rank) = usual[-2:]
         least_s = max(LATE_S, LATE_TIMES * next_s, LATE_SHARE * _apart(group.members[rank].marks))
-        if most_s > max(least_s, found.get(rank, (0.0, ""))[0]):
-            found[rank] = most_s, group.name
-    for rank, (seconds, name) in found.items():
+        if most_s > least_s:
+            last[group.name] = rank
+            found[rank] = max((most_s, group.name), found.get(rank, (0.0, "")))
+    # Who waits for another one in one group comes late in its other groups.
+    roots = [rank for rank in found if all(last.get(name, rank) == rank for name in member_of[rank])]
+    for rank in roots or found:
+        seconds, name = found[rank]
         yield Finding("slow", (rank,), f"rank {rank} begins collectives of {name} {seconds * 1e3:.0f} ms late", 0)
 
 
