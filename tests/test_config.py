@@ -282,6 +282,7 @@ def test_what_is_dumped_loads_back_equal(
         *("--train.poison=skip_step", "--replicas=5", "--max_replicas=5", "--data.assignment=global"),
         *("--data.weight=tokens", "--checkpoint.every=5", "--checkpoint.dir=/elsewhere"),
         *("--quorum.catchup_log_steps=5", "--ftar.chunk_bytes=8192", "--ftar.dtype=bfloat16"),
+        "--train.deterministic=true",
     ],
 )
 def test_the_hash_changes_with_what_replicas_must_share(override: str) -> None:

@@ -14,6 +14,10 @@ Read in this order:
 - `culprits`: who keeps a job waiting, from what its ranks tell of their collectives; `diagnosis`: the document;
 - `locate`: which rank, host and process held an element of a parameter at a step.
 
+For `launcher.py sdc-check`:
+
+- `outliers`: which ranks and hosts compute otherwise than most of them.
+
 Before a run, `launcher.py plan` computes from a configuration what copies of the state will be worth:
 
 - `survival`: the exact probability that k lost hosts take no state with them (ReStore §IV-D);

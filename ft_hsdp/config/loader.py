@@ -144,7 +144,7 @@ def agreed(config: Config) -> dict[str, str]:
         "data": data,
         "optim": config.optim.model_dump(exclude={"offload"}),
         "lr": config.lr.model_dump(),
-        "train": train,
+        "train": train | ({"deterministic": True} if config.train.deterministic else {}),
         "quorum": config.quorum.model_dump(
             include={"catchup_log_steps", "batch", "refill", "allowed", "max_accumulate"}
         ),

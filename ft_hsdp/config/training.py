@@ -34,6 +34,10 @@ class TrainConfig(Section):
     device: Literal["cpu", "cuda"] = Field(
         "cpu", description="where ranks compute; cuda: each rank on the GPU of its number on the machine"
     )
+    deterministic: bool = Field(
+        False,
+        description="only operators that give the same bits each time: slower, and without flash attention",
+    )
 
 
 class ModelConfig(Section):

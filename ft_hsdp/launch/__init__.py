@@ -22,6 +22,7 @@ Read the modules in this order:
     admin, export       the operator's orders; a checkpoint as a Hugging Face model
     run                 the run's directory, and the commands that read it
     render, doctor      files for Slurm and Kubernetes; checks before the start
+    sdc_check           whether this machine computes the same bits each time, and the same as others
 
 The way of a restart: a rank exits -> `backend.children` -> `HeldRanks.exited` -> `HostAgent` reports ->
 `lighthouse.placement` -> the answer -> `HostAgent` -> `LocalRanks.start` with a new incarnation.

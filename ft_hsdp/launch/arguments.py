@@ -145,6 +145,13 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--lighthouse", metavar="URL[,URL]", help="the lighthouses, if they are elsewhere")
     doctor.add_argument("--ray", action="store_true", help="the job runs on Ray, which must be installed")
     doctor.add_argument("--ray-address", metavar="ADDRESS", help="also examine this cluster: HOST:PORT, or auto")
+    sdc = with_json(add("sdc-check", "does this host compute the same bits each time"))
+    sdc.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="the YAML file of the job")
+    sdc.epilog = OVERRIDES
+    sdc.add_argument("--steps", type=int, metavar="N", help="that each rank trains, twice (16)")
+    sdc.add_argument("--together", action="store_true", help="as one replica, not each rank alone")
+    hosts = "what --json has written on several hosts: which is an outlier"
+    sdc.add_argument("--compare", metavar="FILE", nargs="+", type=Path, help=hosts)
     plan = with_json(with_config(add("plan", "who keeps which shard, how safe that is, and what it costs")))
     plan.add_argument(
         "--hosts", type=int, metavar="N", help="of each replica, if hosts.per_replica does not say it"

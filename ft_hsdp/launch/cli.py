@@ -22,7 +22,7 @@ from typing import Any
 
 from ft_hsdp import secret
 from ft_hsdp.config import Config, load
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError, one_line
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError, one_line
 from ft_hsdp.launch.arguments import ORDERS, build_parser
 from ft_hsdp.launch.backend.processes import foreign
 from ft_hsdp.launch.run.directory import DAMAGED, RunDir, find_run, find_running, read_json
@@ -245,6 +245,24 @@ def _doctor(args: argparse.Namespace) -> int:
     return EXIT_OK if well else EXIT_CONFIG
 
 
+def _sdc_check(args: argparse.Namespace) -> int:
+    from ft_hsdp.analysis import outliers
+    from ft_hsdp.launch import sdc_check  # torch is only needed here
+
+    if (args.config is None) == (args.compare is None):
+        raise ConfigError("sdc-check", "CONFIG and --compare", "one of them")
+    if args.compare is None:
+        document = sdc_check.check(_config(args), args.steps, args.together)
+        _show(args, document, lambda: outliers.lines(document))
+        return EXIT_OK if document["ok"] else EXIT_HARDWARE
+    documents, refused = sdc_check.read(args.compare)
+    for line in refused:
+        _print_error(line)
+    found, words = outliers.judge_all(documents)
+    _show(args, found, lambda: words)
+    return EXIT_CONFIG if refused else EXIT_OK if found["ok"] else EXIT_HARDWARE
+
+
 def _plan(args: argparse.Namespace) -> int:
     from ft_hsdp.analysis.costs import ASSUMED, Assumptions
     from ft_hsdp.analysis.plan import plan
@@ -424,6 +442,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "chaos": _chaos,
     "bench": _bench,
     "doctor": _doctor,
+    "sdc-check": _sdc_check,
     "plan": _plan,
     "schema": _schema,
     "example": _example,

@@ -71,6 +71,20 @@ def prepare(name: str, longest_s: float) -> None:
     os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = str(beat_s)
 
 
+def be_deterministic() -> None:
+    """Have torch use only operators that give the same bits each time, and refuse others (FT-HSDP §2.2).
+
+    To be called before cuBLAS is used: it reads the size of its workspace once.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    for enable in torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp:
+        enable(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def choose(name: str, local_rank: int) -> torch.device:
     """Return the device of the rank ``local_rank`` of its machine; it becomes this thread's current one."""
     if name == "cpu":

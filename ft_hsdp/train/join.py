@@ -34,10 +34,11 @@ from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.jsonl import read_object
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent.starter import Starter
-from ft_hsdp.train.device import backend, choose, prepare
+from ft_hsdp.train.device import backend, be_deterministic, choose, prepare
 from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, RankPlace, begin
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.replay.job import Recorded, ReplayJob
+from ft_hsdp.train.replay.trial import Trial, TrialJob
 from ft_hsdp.train.tracer import limit_flight_recorder
 
 CONFIG_VARIABLE = "FT_HSDP_CONFIG"  # the configuration's file, for `join` without arguments
@@ -53,7 +54,8 @@ class Launch:
     config: Config
     source: IncarnationSource
     run: Path  # the run's directory
-    recorded: Recorded | None = None  # the steps that the entry repeats, if this is a replay
+    # The steps that the entry repeats, if this is a replay; or how it is tried.
+    recorded: Recorded | Trial | None = None
     starter: Starter | None = None  # of the state agent, if it was started already
 
 
@@ -165,7 +167,7 @@ def join(
     prepare(config.train.device, max(config.timeouts.step_s, config.timeouts.pause_s))
     on_host = int(os.environ.get("LOCAL_RANK", rank))
     device = choose(config.train.device, on_host)
-    torch.set_num_threads(config.train.threads)
+    _settle(config)
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     parent = os.getppid() if isinstance(source, FromEnvironment) else None  # ours are killed with their parent
     place = RankPlace(rank, ranks, run, urls, token, host, on_host, None if lighthouse else file, parent)
@@ -183,18 +185,31 @@ def join(
     return _process.job
 
 
-def _repeat(config: Config, run: Path, recorded: Recorded) -> ReplayJob:
-    """Return the job of a rank that repeats recorded steps: it has no lighthouse, and the other ranks alone."""
+def _repeat(config: Config, run: Path, recorded: Recorded | Trial) -> ReplayJob:
+    """Return the job of a rank that repeats recorded steps, or is tried: it has no lighthouse."""
     rank, ranks = _own_rank(config)
     prepare(config.train.device, config.timeouts.step_s)
-    device = choose(config.train.device, rank)
-    torch.set_num_threads(config.train.threads)
+    on_host = int(os.environ["LOCAL_RANK"])
+    device = choose(config.train.device, on_host)
+    _settle(config)
     token = os.environ[TOKEN_VARIABLE]
-    place = RankPlace(rank, ranks, run, (), token, os.environ["MASTER_ADDR"], rank)
+    place = RankPlace(rank, ranks, run, (), token, os.environ["MASTER_ADDR"], on_host)
     group = RankGroup(_connect_ranks(rank, ranks, "replay", backend(device), config, token, device), made=True)
     _process.asked = _process.joined = True
-    _process.job = ReplayJob(config, place, device, recorded, group.close)
-    return _process.job
+    job: ReplayJob
+    if isinstance(recorded, Trial):
+        job = TrialJob(config, place, device, recorded, group.close)
+    else:
+        job = ReplayJob(config, place, device, recorded, group.close)
+    _process.job = job
+    return job
+
+
+def _settle(config: Config) -> None:
+    """Set what the bits of a sum depend on: the number of threads, and which operators there are."""
+    torch.set_num_threads(config.train.threads)
+    if config.train.deterministic:
+        be_deterministic()
 
 
 def _given(

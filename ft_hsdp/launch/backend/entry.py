@@ -45,6 +45,7 @@ from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, early_age
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.join import Launch, has_joined, joined_job, launched
 from ft_hsdp.train.replay.job import Recorded
+from ft_hsdp.train.replay.trial import Trial
 
 TEMPORARY = (OSError, MemoryError, RuntimeError)  # torch's errors of devices are RuntimeErrors
 # Once, for all ranks that are forked from this process: a replica that returns must not build them on its way.
@@ -53,14 +54,16 @@ for each in (protocol, messages, shard_manifest):
 _OURS = (__file__, runpy.__file__, "<frozen runpy>", importlib.__file__, "<frozen importlib._bootstrap>")
 
 
-def main(config: Config, replica: int | IncarnationSource, run: Path, recorded: Recorded | None = None) -> int:
+def main(
+    config: Config, replica: int | IncarnationSource, run: Path, recorded: Recorded | Trial | None = None
+) -> int:
     """Run one rank, of a replica that is known or will be assigned.
 
     Args:
         config: The job's configuration.
         replica: The replica's id, or where this process hears of its incarnation.
         run: The run's directory.
-        recorded: The steps that it repeats, if this is a replay.
+        recorded: The steps that it repeats, if this is a replay; or how it is tried (`sdc-check`).
 
     Returns:
         The exit code.

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -166,31 +166,63 @@ def agreed(found: Sequence[ReplayOutcome], segment: ReplaySegment) -> ReplayOutc
     return replace(found[0], differs_at=min(differing, default=None))
 
 
-def _repeat(run: RunDir, folder: Path, segment: ReplaySegment) -> list[ReplayOutcome]:
-    """Repeat one segment; return what the replica of each width has found, the widest first."""
-    shared = {**environment(), TOKEN_VARIABLE: secrets.token_hex(16), "MASTER_ADDR": "127.0.0.1"}
-    command = tied(__name__, str(run.path), str(folder), str(segment.first), str(segment.last))
+@dataclass(frozen=True, slots=True)
+class RankFailed:
+    text: str  # the rank's name, and the last line of its log
+    code: int  # its exit code; below 0: minus the signal that ended it
+
+
+def free_ports(count: int) -> list[int]:
     ports: set[int] = set()
-    while len(ports) < len(segment.widths):
+    while len(ports) < count:
         ports.add(free_port())
+    return [*ports]
+
+
+def place(rank: int, local_rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the environment that tells a rank its place; the ranks of a replica meet at ``port``."""
+    numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    return {name: str(number) for name, number in numbers.items()}
+
+
+def run_ranks(command: Sequence[str], folder: Path, places: Mapping[str, Mapping[str, str]]) -> RankFailed | None:
+    """Run ``command`` once for each rank; wait until all have ended well, or one has failed. Blocks.
+
+    Args:
+        folder: For their logs.
+        places: By the rank's name, what is in its environment alone (`place`).
+
+    Returns:
+        The first rank that has failed, which ends the others; None: all have ended well.
+    """
+    shared = {**environment(), TOKEN_VARIABLE: secrets.token_hex(16), "MASTER_ADDR": "127.0.0.1"}
     processes: list[subprocess.Popen[bytes]] = []
-    names: list[str] = []
     try:
-        for width, port in zip(segment.widths, ports, strict=True):
-            for rank in range(width):
-                names.append(f"rank {rank} of {width}")
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(width)}
-                env = {**shared, **place, "MASTER_PORT": str(port)}
-                with (folder / names[-1]).open("wb") as log:
-                    processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+        for name, own in places.items():
+            with (folder / name).open("wb") as log:
+                processes.append(subprocess.Popen(command, env={**shared, **own}, stdout=log, stderr=log))
         failed = _first_failure(processes)
     finally:
         for process in processes:
             process.kill()
             process.wait()
+    if failed is None:
+        return None
+    name = [*places][failed]
+    return RankFailed(f"{name}: {last_line(folder / name)}", processes[failed].returncode)
+
+
+def _repeat(run: RunDir, folder: Path, segment: ReplaySegment) -> list[ReplayOutcome]:
+    """Repeat one segment; return what the replica of each width has found, the widest first."""
+    command = tied(__name__, str(run.path), str(folder), str(segment.first), str(segment.last))
+    places = {
+        f"rank {rank} of {width}": place(rank, rank, width, port)
+        for width, port in zip(segment.widths, free_ports(len(segment.widths)), strict=True)
+        for rank in range(width)
+    }
+    failed = run_ranks(command, folder, places)
     if failed is not None:
-        allowed = f"a run that can be repeated ({names[failed]}: {last_line(folder / names[failed])})"
-        raise ConfigError("RUN", run.name, allowed)
+        raise ConfigError("RUN", run.name, f"a run that can be repeated ({failed.text})")
     found = [read_json(_outcome(folder, segment.last, width)) for width in segment.widths]
     if not all(found):
         raise ConfigError("RUN", run.name, "a run whose entry trains until job.batches ends")

@@ -259,9 +259,13 @@ class ReplayJob(Job):
             if found is None or found.state.lineage != before.lineage:
                 allowed = f"the checkpoint of step {before.step} with which the run began"
                 raise ConfigError("checkpoint.dir", str(checkpoints.folder), allowed)
-        gradients = LocalGradients(len(self._adopted.sizes))
+        self._begin(driver, Script)
+
+    def _begin(self, driver: StepDriver, make: Callable[..., Script]) -> None:
+        """Have the loop do what a script says, which ``make`` makes of its parts."""
+        gradients, ranks = LocalGradients(len(self._adopted.sizes)), self._group
         parts = driver, self._live_state, gradients, ranks, self._lanes()
-        self._orders.script = Script(self._recorded.rows, self.data_ranks, self.config, *parts)
+        self._orders.script = make(self._recorded.rows, self.data_ranks, self.config, *parts)
         stand_in: Any = ReplayRuntime(gradients)
         self._runtime = stand_in
         driver.begin(Joined(stand_in, stand_in, None, False))
@@ -295,14 +299,17 @@ class ReplayJob(Job):
         ended = script is not None and script.ended and not self._written
         if script is not None and ended:
             self._written = True
-            outcome = ReplayOutcome(self._live_state.digest(), script.differs_at)
-            if self._recorded.saves is not None and outcome.differs_at is None:
-                self._save(self._recorded.saves)
-            if self.rank == 0:
-                replace_json(self._recorded.outcome, asdict(outcome))
+            self._tell(script)
         super()._part()
         if ended and not self.over:
             raise SystemExit(EXIT_OK)
+
+    def _tell(self, script: Script) -> None:
+        outcome = ReplayOutcome(self._live_state.digest(), script.differs_at)
+        if self._recorded.saves is not None and outcome.differs_at is None:
+            self._save(self._recorded.saves)
+        if self.rank == 0:
+            replace_json(self._recorded.outcome, asdict(outcome))
 
     @property
     def _passing(self) -> Config:

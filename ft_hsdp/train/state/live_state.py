@@ -200,6 +200,14 @@ class LiveState:
         hashed.update(self._user.encoded)
         return hashed.hexdigest()
 
+    def tensor_digests(self) -> dict[str, str]:
+        """Return by name the xxh3-64 of each tensor of this rank's shard, and of the user's values, in hex."""
+        found = {"user values": xxhash.xxh3_64_hexdigest(self._user.encoded)}
+        for place, tensor in zip(self.layout.tensors, self._live, strict=True):
+            array: Any = as_bytes(local(tensor)).cpu().numpy()
+            found[f"{place.kind} {place.name}"] = xxhash.xxh3_64_hexdigest(array.data)
+        return found
+
     def describe_frozen(self, ranks: ReplicaGroup) -> None:
         """Find out what the model has beside the state (`train.fsdp.frozen`). A collective of the replica."""
         found = {n: t for n, t in frozen.tensors(self._model.model).items() if n not in self._model.declared}
