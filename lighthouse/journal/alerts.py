@@ -42,6 +42,7 @@ OWN = "FT_HSDP_"  # variables with secrets of the job, which a program does not 
 SHOWN = str.maketrans("<>", "()")  # Slack takes <!channel> for an order; texts may be a worker's
 
 _log = logging.getLogger(__name__)
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs whole URLs, and that of a webhook is a secret
 
 
 class NotDelivered(Exception):
