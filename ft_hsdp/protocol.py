@@ -107,7 +107,7 @@ class RankBeat:
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """What a replica or a supervisor tells the lighthouse for display. No decision depends on it."""
+    """What a replica or a supervisor tells the lighthouse for display. Only `quorum.on_culprit` decides by it."""
 
     source: str  # an incarnation, or "supervisor"
     events: tuple[dict[str, Any], ...] = ()  # rows as they stand in events.jsonl

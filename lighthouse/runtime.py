@@ -25,6 +25,7 @@ from lighthouse.journal.exporters import TensorBoardSink, WandbSink
 from lighthouse.journal.journal import JobJournal, Sink
 from lighthouse.overview.overview import JobInfo
 from lighthouse.placement.state import PlacementPolicy
+from lighthouse.quorum.commands import Culprit
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 from lighthouse.service import Service
 from lighthouse.store import Store
@@ -40,14 +41,18 @@ class LeaderRuntime(NamedTuple):
 
 
 class LoggedFindings:
-    """Passes on what the journal itself finds out. Its other rows come from logs."""
+    """Passes on what the journal itself finds out, and whom it blames. Its other rows come from logs."""
 
-    def __init__(self, events: Callable[[Mapping[str, object]], None]) -> None:
+    def __init__(self, events: Callable[[Mapping[str, object]], None], service: Service) -> None:
         self._events = events
+        self._service = service
 
     def take(self, kind: str, seq: int, row: Mapping[str, Any]) -> None:
         if kind == "event" and row["event"] == "CulpritFound":
             self._events(row)
+            if row["replica"] is not None and not row["over"]:
+                told = (row[key] for key in ("replica", "kind", "witnesses", "epoch", "reason"))
+                self._service.suspect(Culprit(*told))
 
     def close(self) -> None:
         pass
@@ -80,9 +85,6 @@ def begin(
     own = Agreement(config_hash(config), rules=tuple(agreed(config).items()))
     _same_rules(state, own)
     meter = Meter()
-    alerts = AlertSink(config.alerts, config.job.name, url) if config.alerts else None
-    sinks: list[Sink] = [meter, LoggedFindings(events), *_curves(config, run, database)]
-    journal = JobJournal(database, about(config), sinks, gap=gap, watcher=alerts)
 
     def tell(row: Mapping[str, object]) -> None:
         events(row)
@@ -98,6 +100,9 @@ def begin(
         allow=networks(config.network.allow),
         long_poll_s=config.timeouts.ask_s,
     )
+    sinks: list[Sink] = [meter, LoggedFindings(events, service), *_curves(config, run, database)]
+    alerts = AlertSink(config.alerts, config.job.name, url) if config.alerts else None
+    journal = JobJournal(database, about(config), sinks, gap=gap, watcher=alerts)
     service.started()
     return LeaderRuntime(service, journal, create_app(service, keys, journal, meter))
 
@@ -137,6 +142,7 @@ def policy(config: Config) -> Policy:
         on_lost_head=quorum.on_lost_head,
         edge_wait_s=timeouts.edge_wait_s,
         on_divergence=quorum.on_divergence,
+        on_culprit=quorum.on_culprit,
         units=UnitPolicy(
             replicas=config.replicas,
             accumulate=config.train.accumulate,

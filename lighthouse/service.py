@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -147,6 +148,8 @@ class Service:
         self._unsaved: dict[int, str] = {}  # by replica: who asked first while nothing could be stored
         self._agents: dict[int, StateAgents] = {}  # from the newest request of each replica
         self._evictions = Evictions()
+        # When a culprit was evicted last. Another lighthouse may have done so before this one came.
+        self._culprit_at = -math.inf if state.grant is None else clock()
         self._waiting: str | None = None  # what the open requests wait for
         self._told: str | None = None  # the newest reason to wait that is in the journal
         self._timer: asyncio.TimerHandle | None = None
@@ -351,6 +354,24 @@ class Service:
             self.apply(command)
         return found.detail
 
+    def suspect(self, found: commands.Culprit) -> None:
+        """Evict a culprit, with `Policy.on_culprit` "evict" and if `commands.plan_culprit` allows it.
+
+        It is done a moment later, so this may be called while the journal takes a row.
+        """
+        if self.state.policy.on_culprit == "evict":
+            asyncio.get_running_loop().call_soon(self._evict_culprit, found)
+
+    def _evict_culprit(self, found: commands.Culprit) -> None:
+        now = self._clock()
+        planned = commands.plan_culprit(self.state, found, now - self._culprit_at, self._evictions.orders)
+        if isinstance(planned, commands.Impossible):
+            _log.warning("replica %d is not evicted: %s", found.replica, planned.detail)
+        elif planned.due and not self._closed:
+            self._culprit_at = now
+            who = found.replica, self.state.views[found.replica].incarnation or ""
+            self._evict(who, f"by the diagnosis: {found.why}", "diagnosis")
+
     def status(self) -> dict[str, Any]:
         return status.describe_job(self.name, self.state, self._reports, self._reason, self._clock())
 
@@ -412,10 +433,11 @@ class Service:
             self._evict(who, why)
         self._arm()
 
-    def _evict(self, who: Incarnation, reason: str) -> None:
+    def _evict(self, who: Incarnation, reason: str, source: str = "lighthouse") -> None:
         """Order a SIGKILL, once; the order stands until the incarnation is known to have exited."""
         if self._evictions.order(self.state, who):
-            self._note("ReplicaEvicted", reason, {"replica": who[0], "incarnation": who[1]})
+            facts = {"replica": who[0], "incarnation": who[1], "source": source}
+            self._note("ReplicaEvicted", reason, facts)
             if self.state.placement.replicas:
                 self._try(Withdrawn(who, reason, self._clock()))
 

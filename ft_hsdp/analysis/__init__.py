@@ -12,7 +12,7 @@ Read in this order:
 - `failures`: which incarnations failed, who noticed when, and how the replica came back;
 - `goodput`: how much of the time trained the model, and where the rest went;
 - `culprits`: who keeps a job waiting, from what its ranks tell of their collectives; `diagnosis`: the document;
-- `locate`: which rank, host and process held an element of a parameter at a step.
+- `locate`: which rank and host held an element of a parameter at a step;
 
 For `launcher.py sdc-check`:
 

@@ -14,6 +14,18 @@ A slow job has no absent members. In each group the slow rank comes last, so it 
 is how much later it begins the same collectives than the others. A slow connection makes all members of its ring
 wait alike; its left end alone waits for its right end to take what was sent.
 
+Whose word counts. A replica may be wrong in all that it tells, and may keep back what others wait for. So a
+finding has *witnesses*: other replicas of which a rank waits in an all-reduce of a ring, or for votes, which the
+culprit has not begun by its own word (or in which its engine hangs). One of two is right. There are none
+
+- if a rank of the culprit's replica waits in a ring: a neighbour may keep back a chunk;
+- if the culprit waits for votes, or has got on lately;
+- if its whole replica is silent: it may be cut off from the lighthouse alone;
+- if ranks of several replicas are named.
+
+Example: replica 2 keeps back a chunk that 1 needs, and tells that it waits for the vote of 1. Replica 0 does wait
+for that vote, so 1 is found stuck. But 1 tells that it waits in its ring: the finding has no witness.
+
 Example: replicas 0 and 1 of two ranks each. Rank 1/1 hangs before an all_gather. Rank 1/0 waits in the all_gather
 for it. Rank 0/0 waits in ring 0 for 1/0, which is excused. So 1/1 is the only culprit, and three ranks wait.
 """
@@ -23,14 +35,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from statistics import median, median_low
 from typing import Literal
 
-from ft_hsdp.core.traces import COMMIT, GroupTrace, Heard, Mark, RankId
+from ft_hsdp.core.traces import COMMIT, GroupTrace, Heard, Mark, RankId, epoch_of
 
 SILENT_S = 1.7  # without a sign of life; ranks give one about once a second
+SETTLED_S = 1.5  # for which a rank stands still that does not get on
 
 Kind = Literal["exited", "silent", "absent", "stuck", "link", "deadlock", "slow", "slow link"]
 
@@ -43,6 +56,8 @@ class Finding:
     ranks: tuple[RankId, ...]  # of a connection: its left and its right end
     why: str = field(compare=False)
     waiting: int = field(compare=False)  # ranks that wait for it directly
+    witnesses: int = field(default=0, compare=False)  # other replicas that wait for it, as said above
+    epoch: int = field(default=0, compare=False)  # in whose rings and commits these wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +145,35 @@ class _Stopped:
                 self._stuck(wait)
         if not self._found and self._waits:
             self._circle()
-        return Diagnosis(tuple(finding for _, finding in self._found.values()), tuple(self._waits))
+        found = [finding for _, finding in self._found.values()]
+        if len({rank.replica for finding in found for rank in finding.ranks}) == 1:
+            found = [self._with_witnesses(finding) for finding in found]
+        return Diagnosis(tuple(found), tuple(self._waits))
+
+    def _with_witnesses(self, finding: Finding) -> Finding:
+        """Return a finding on ranks of one replica with its witnesses."""
+        replica = finding.ranks[0].replica
+        live = [rank for rank in self._live if rank.replica == replica]
+        if not live or any(_held_up(trace) for rank in live for trace in self._shared(rank)):
+            return finding
+        waiting: defaultdict[int, set[int]] = defaultdict(set)  # the other replicas, by epoch
+        for rank in finding.ranks:
+            known, shared, lives = self._heard[rank], self._shared(rank), rank in self._live
+            lately = known.trace is not None and known.trace.still_s + known.age_s < SETTLED_S
+            if lives and (lately or any(t.name.startswith(COMMIT) and t.joined > t.done for t in shared)):
+                return finding
+            for trace in shared:
+                begun = trace.done if lives and _hangs(trace) else trace.joined
+                for wait in self._waits:
+                    if wait.group == trace.name and wait.number > begun:
+                        waiting[epoch_of(trace.name) or 0].update(r.replica for r in wait.waiting)
+        epoch = max(waiting, default=0)
+        return replace(finding, witnesses=len(waiting[epoch] - {replica}), epoch=epoch)
+
+    def _shared(self, rank: RankId) -> list[GroupTrace]:
+        """Return what a rank has told of its rings and of commits."""
+        trace = self._heard[rank].trace
+        return [] if trace is None else [group for group in trace.groups if epoch_of(group.name) is not None]
 
     def _excused(self, rank: RankId, wait: BlockedCollective) -> bool:
         """Return whether an absent rank cannot come because it waits itself.
@@ -224,6 +267,16 @@ class _Stopped:
         order = list(path)
         ranks = tuple(order[order.index(rank) :])
         self._blame("deadlock", ranks, "these ranks wait for each other", self._in[rank][0])
+
+
+def _hangs(trace: GroupTrace) -> bool:
+    """Return whether the engine of a ring is in an all-reduce and waits for no neighbour."""
+    return not trace.name.startswith(COMMIT) and trace.joined > trace.done and not trace.awaits
+
+
+def _held_up(trace: GroupTrace) -> bool:
+    """Return whether a rank waits for a neighbour in a ring."""
+    return not trace.name.startswith(COMMIT) and trace.joined > trace.done and bool(trace.awaits)
 
 
 def _named(wait: BlockedCollective) -> str:

@@ -88,6 +88,12 @@ class QuorumConfig(Section):
         description="what to do when replicas hold different states and no majority says which is right: end the "
         "job with 75, or let all begin again from the newest checkpoint",
     )
+    on_culprit: Literal["tell", "evict"] = Field(
+        "tell",
+        description="what to do when the diagnosis names a rank that keeps all others waiting: only tell; or have "
+        "its replica killed and started again, if ranks of two other replicas confirm it and quorum.min_replicas "
+        "are left, once in ten minutes; then a pause of seconds that is no job.pause counts as a hang",
+    )
     on_lost_head: Literal["wait", "halt", "rollback"] = Field(
         "halt",
         description="what to do when every holder of the newest committed state has exited: wait for an operator, "

@@ -14,6 +14,12 @@ COMMIT = "commit"  # with which the name of its group begins
 MARKED = 16
 
 
+def epoch_of(group: str) -> int | None:
+    """Return the epoch of a ring, or of commits; None: the group is one inside a replica."""
+    _, _, epoch = group.rpartition(" of epoch ")
+    return int(epoch) if epoch.isdecimal() and epoch != group else None
+
+
 class RankId(NamedTuple):
     """A rank of a job."""
 

@@ -1,6 +1,7 @@
 """The journal of a job: takes every row, numbers it, stores it, folds it into the overview, and passes it on.
 
-The lighthouse decides nothing from it. A disk that is full or slow costs rows, never a decision.
+The lighthouse decides nothing from it, but for whom it finds to keep the job waiting. A disk that is full or slow
+costs rows, never a decision.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ MAX_GROUPS, MAX_MARKS, MAX_LINES = 64, 8, 12
 MAX_NAME, MAX_LINE = 64, 160  # characters of a group or an operation, and of a line of a stack
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-_OWN = frozenset({"lighthouse", "admin"})  # sources that a worker never is
+_OWN = frozenset({"lighthouse", "admin", "diagnosis"})  # sources that a worker never is
 _SUPERVISED = frozenset({"supervisor", "chaos"})
 _NUMBERS = ("loss", "lr", "lr_scale", "norm", "ftar_bytes", "ftar_s", "tokens")  # None if they are no number
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ft_hsdp.analysis.culprits import Finding, find
+from ft_hsdp.analysis.culprits import SETTLED_S, Finding, find
 from ft_hsdp.analysis.diagnosis import KnownRank, heard
 
 QUIET_S = 2.0
 QUIET_STEPS = 3.0
-SETTLED_S = 1.5  # for which all ranks stand still
 TOO_LONG = 2.0  # x the quiet time: then it does not matter that some rank gets on
 AGAIN_S = 0.9  # between two analyses
 
@@ -29,6 +28,8 @@ class SuspectVerdict(NamedTuple):
     over: bool
     kind: str
     suspects: list[str]  # "replica/rank" of each
+    witnesses: int  # as in `Finding`
+    epoch: int  # as in `Finding`
     reason: str
 
 
@@ -83,4 +84,5 @@ def verdict(finding: Finding, *, over: bool) -> SuspectVerdict:
     replica = next(iter(replicas)) if len(replicas) == 1 else None
     rank = finding.ranks[0].rank if len(finding.ranks) == 1 else None
     reason = "a step was committed" if over else finding.why
-    return SuspectVerdict(replica, rank, over, finding.kind, [str(each) for each in finding.ranks], reason)
+    suspects = [str(each) for each in finding.ranks]
+    return SuspectVerdict(replica, rank, over, finding.kind, suspects, finding.witnesses, finding.epoch, reason)

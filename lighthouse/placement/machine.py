@@ -12,13 +12,14 @@ from dataclasses import replace
 from ft_hsdp.core import restart
 from ft_hsdp.core.host_report import HostReport
 from ft_hsdp.core.restart import LEAVING, OWN_FAULT, REFILL_STEPS, Cause, GiveUp, Restart
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_RETRYABLE, EXIT_UNREACHABLE, EXIT_USAGE
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_UNREACHABLE, EXIT_USAGE
 from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.replacement import Action, Evidence
 from ft_hsdp.memory.replacement import decide as judge
 from lighthouse.placement.fill import fill, tell, with_placement, with_replica
 from lighthouse.placement.signs import (
     active_replicas,
+    bereft,
     free_hosts,
     is_cut_off,
     is_gone,
@@ -283,6 +284,8 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
     lost = [name for n, name in enumerate(me.used) if not is_gone(s, me, n)]
     silent = any(is_silent(s, me, n, now) for n in range(len(me.used)))
     kind = "host lost" if lost and rank is None else kind
+    if me.why not in ("", ENDED) and not lost and not silent and rank is not None and bereft(rank):
+        kind = "evicted"  # all were to be killed, and this one saw another one go
     step = s.head.step if s.head is not None else 0
     committed = step - me.base if me.contributed else 0
     why = says(rank) if rank is not None and me.why in ("", ENDED) else me.why or f"all ranks ended: {kind}"
@@ -326,8 +329,7 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
     effects += blamed
     if code in (EXIT_CONFIG, EXIT_USAGE) and not me.contributed and not step:
         return _give_up(s, replica, rests, why, now, effects, wrong=why)
-    bereft = code == EXIT_RETRYABLE and rank is not None and rank.cause in ("", Cause.TEMPORARY)
-    own_fault = code is not None and restart.own_fault(code) and not (lost or bereft)
+    own_fault = code is not None and restart.own_fault(code) and not (lost or (rank is not None and bereft(rank)))
     counts = dict(me.failed_on) if committed < REFILL_STEPS else {}
     fatal = (
         (step + 1, me.fatal[1] + 1 if me.fatal[0] == step + 1 else 1)

@@ -100,6 +100,11 @@ def says(rank: EndedRank) -> str:
     return f"rank {rank.rank} ended with {exit_in_words(rank.code)}" + (f": {rank.why}" if rank.why else "")
 
 
+def bereft(rank: EndedRank) -> bool:
+    """Return whether a rank may have ended for no more than the loss of its peers."""
+    return code_of(rank) == EXIT_RETRYABLE and rank.cause in ("", Cause.TEMPORARY)
+
+
 def telling(me: PlacedReplica, ranks: int) -> tuple[str, EndedRank | None, str]:
     """Return how an incarnation ended, the rank that shows why, and its host.
 

@@ -7,12 +7,15 @@
 - host-lost: the ranks on a host have ended, by the operator's word, although nobody there can say so.
 - drain-host and undrain-host: the ranks on a host move to a spare one at a step boundary, and it gets no others
   until it is undrained (`lighthouse.placement`).
+
+The lighthouse itself orders an eviction where a diagnosis names a culprit, within narrow bounds (`plan_culprit`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.memory.hosts import Host
@@ -20,7 +23,7 @@ from lighthouse.placement.signs import has_host, listed_hosts, spare_hosts
 from lighthouse.placement.state import ReplicaPhase
 from lighthouse.quorum.events import Commanded, Effect, Evict
 from lighthouse.quorum.rules import Incarnation
-from lighthouse.quorum.state import LighthouseState, Step, wanted
+from lighthouse.quorum.state import LighthouseState, Step, alive, wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,53 @@ def plan(
             return _drain_host(s, command.host, command.now, force)
         case "undrain-host":
             return _undrain_host(s, command.host)
+
+
+EVICTED = ("absent", "stuck", "silent", "exited")  # kinds of findings; others blame no single replica
+WITNESSES = 2  # one may be wrong
+CULPRIT_S = 600.0  # at most one eviction of a culprit in so long, whatever an analysis says
+
+
+class Culprit(NamedTuple):
+    """The replica that by a finding keeps the job waiting."""
+
+    replica: int
+    kind: str  # as in `ft_hsdp.analysis.culprits.Finding`, like the next two
+    witnesses: int
+    epoch: int
+    why: str
+
+
+def plan_culprit(
+    s: LighthouseState, found: Culprit, since_s: float, condemned: Collection[Incarnation] = ()
+) -> CommandPlan | Impossible:
+    """Return what an eviction of a culprit would do now, or why there is none. Nothing changes.
+
+    A finding is made from what workers tell, and tells of a moment that may be over. So it counts only with two
+    witnesses, and about a member that contributes to the grant in force, while no round for another one is held.
+    With two replicas there are no two witnesses, and nobody is evicted.
+
+    Args:
+        s: What the lighthouse knows.
+        found: Whom a finding names.
+        since_s: Seconds since the last eviction of a culprit.
+        condemned: Incarnations that are to be killed already.
+    """
+    r, grant = found.replica, s.grant
+    view = s.views[r]
+    member = grant.member(r, view.incarnation or "") if grant is not None else None
+    if found.kind not in EVICTED or found.witnesses < WITNESSES:
+        return Impossible(409, f"a finding ({found.kind}) with {found.witnesses} witnesses is not enough")
+    if grant is None or grant.epoch != found.epoch or s.broken or s.since is not None or s.finished or s.halted:
+        return Impossible(409, f"epoch {found.epoch} is over, or about to be")
+    if member is None or member.role != "contribute" or not wanted(s, r) or not _runs(s, r):
+        return Impossible(409, f"replica {r} does not contribute, or leaves")
+    left = {m.replica for m in grant.donors if alive(s, (m.replica, m.incarnation))} - {r}
+    if len(left) < s.policy.min_replicas:
+        return Impossible(409, f"fewer than {s.policy.min_replicas} replicas would be left (quorum.min_replicas)")
+    if since_s < CULPRIT_S:
+        return Impossible(409, f"a culprit was evicted {since_s:.0f} s ago")
+    return _evict(s, r, condemned)
 
 
 def execute(s: LighthouseState, command: Commanded) -> Step:

@@ -55,6 +55,7 @@ class Policy:
     on_lost_head: Literal["wait", "halt", "rollback"] = "halt"  # if no copy of the newest committed state is left
     edge_wait_s: float = 30.0  # first pause of a replica that is left out for its failed connections
     on_divergence: Literal["halt", "checkpoint"] = "halt"  # if states differ and no majority tells which is right
+    on_culprit: Literal["tell", "evict"] = "tell"  # if a diagnosis names one replica that keeps the job waiting
     units: UnitPolicy = EACH_ITS_BATCH  # how the units of a step are shared out
     placing: PlacementPolicy | None = None  # where replicas run that have no supervisor; None: none is placed
 

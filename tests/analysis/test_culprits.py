@@ -1,5 +1,7 @@
+import random
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 from statistics import fmean
 
 import pytest
@@ -13,12 +15,13 @@ EPOCH = f"{COMMIT} of epoch 1"
 
 
 class Job:
-    """Two replicas of two ranks, in step 5: all have ended their four all_gathers and one all-reduce of it."""
+    """Replicas of two ranks each, in step 5: all have ended their four all_gathers and one all-reduce of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int = 2) -> None:
         self.heard: dict[RankId, Heard] = {}
-        for rank in (RankId(r, k) for r in (0, 1) for k in (0, 1)):
-            ring = GroupTrace(f"ring {rank.rank}", 10, 10, "bucket 1", RankId(1 - rank.replica, rank.rank), 40, 40)
+        for rank in (RankId(r, k) for r in range(replicas) for k in (0, 1)):
+            left = RankId((rank.replica - 1) % replicas, rank.rank)
+            ring = GroupTrace(f"ring {rank.rank} of epoch 1", 10, 10, "bucket 1", left, 40, 40)
             groups = (GroupTrace(f"{rank.replica}:0", 20, 20, "all_gather"), ring, GroupTrace(EPOCH, 4, 4))
             self.heard[rank] = Heard(RankTrace(groups, 2.0), 0.5)
 
@@ -62,8 +65,8 @@ def test_who_has_not_joined_and_waits_nowhere_is_the_culprit(job: Job) -> None:
     waits = {(wait.group, wait.waiting, wait.absent) for wait in find(job.heard).waits}
     assert waits == {
         ("1:0", (RankId(1, 0),), (RankId(1, 1),)),
-        ("ring 0", (RankId(0, 0),), (RankId(1, 0),)),
-        ("ring 1", (RankId(0, 1),), (RankId(1, 1),)),
+        ("ring 0 of epoch 1", (RankId(0, 0),), (RankId(1, 0),)),
+        ("ring 1 of epoch 1", (RankId(0, 1),), (RankId(1, 1),)),
     }
 
 
@@ -125,6 +128,96 @@ def test_ranks_that_wait_for_each_other_are_found(job: Job) -> None:
             job.heard[RankId(replica, rank)] = Heard(replace(trace, groups=(*trace.groups, more)), 0.5)
             job.at(replica, rank, own=other if rank else mine)
     assert job.found() == [("deadlock", ("0/0", "0/1"))]
+
+
+# Whose word counts. Replica 1 is the suspect, 2 may lie.
+
+
+@pytest.fixture
+def hung() -> Job:
+    """Three replicas: 1/1 hangs before an all_gather, 1/0 waits in it, and all others in their rings."""
+    job = Job(3)
+    job.at(1, 0, own=(21, 20))
+    for replica in (0, 2):
+        for rank in (0, 1):
+            job.at(replica, rank, ring=(11, 10))
+    return job
+
+
+def confirmed(job: Job) -> list[tuple[str, int, int]]:
+    found = find(job.heard).findings
+    return [(",".join(map(str, each.ranks)), each.witnesses, each.epoch) for each in found]
+
+
+def test_witnesses_are_the_other_replicas_that_wait_for_what_a_culprit_has_not_begun(hung: Job) -> None:
+    assert confirmed(hung) == [("1/1", 2, 1)]
+    hung.heard[RankId(0, 1)] = replace(hung.heard[RankId(0, 1)], moves=True)
+    assert confirmed(hung) == [("1/1", 1, 1)], "0/1 does not wait for it"
+    for replica in (0, 1, 2):
+        hung.at(replica, 0, own=(20, 20), ring=(11, 11), commit=(5, 4))
+    assert confirmed(hung) == [("1/1", 2, 1)], "the vote of 1/0 is none of another replica"
+
+
+def test_a_silent_rank_has_witnesses_while_another_one_of_its_replica_is_heard(hung: Job) -> None:
+    hung.silence(1, 1)
+    assert confirmed(hung) == [("1/1", 2, 1)]
+    hung.silence(1, 0)
+    assert {witnesses for _, witnesses, _ in confirmed(hung)} == {0}
+
+
+def test_who_gets_on_waits_for_votes_or_is_one_of_several_has_no_witness(hung: Job) -> None:
+    before = dict(hung.heard)
+    trace = before[RankId(1, 1)].trace
+    assert trace is not None
+    hung.heard[RankId(1, 1)] = Heard(replace(trace, still_s=0.2), 0.5)
+    assert confirmed(hung) == [("1/1", 0, 0)]
+    hung.heard = dict(before)
+    hung.at(1, 0, own=(21, 21))
+    hung.at(1, 1, own=(21, 20))
+    assert ("1/1", 2, 1) in confirmed(hung)
+    hung.at(1, 1, commit=(5, 4))
+    assert ("1/1", 0, 0) in confirmed(hung)
+    hung.heard = dict(before)
+    hung.silence(2, 0)
+    hung.at(2, 1, ring=(11, 10), own=(21, 20))
+    assert set(confirmed(hung)) == {("1/1", 0, 0), ("2/0", 0, 0)}
+
+
+def test_an_engine_that_hangs_has_witnesses() -> None:
+    job = Job(3)
+    for replica in (0, 1, 2):
+        job.at(replica, 0, ring=(11, 10))
+    job.change(1, 0, {1: {"awaits": ""}})
+    assert confirmed(job) == [("1/0", 2, 1)]
+
+
+def healthy() -> Iterable[Job]:
+    """Yield what 0 and 1 tell, who are as they should be while 2 keeps something back."""
+    ring, ended, votes = {"ring": (11, 10)}, {"ring": (11, 11)}, {"ring": (11, 11), "commit": (5, 4)}
+    states = (ring, ring), (votes, votes), (votes, ring), ({**ended, "own": (21, 20)}, ring)
+    for mine, yours in product(states, states):
+        job = Job(3)
+        for rank in (0, 1):
+            job.at(0, rank, **mine[rank])
+            job.at(1, rank, **yours[rank])
+        yield job
+
+
+def test_no_replica_that_lies_finds_two_witnesses_against_a_healthy_one() -> None:
+    chance, against = random.Random(5), set[str]()
+    names = [EPOCH, *(f"ring {n} of epoch {e}" for n in (0, 1) for e in (1, 2)), "0:0", "1:0", "2:0"]
+    for job in [job for _ in range(100) for job in healthy()]:
+        for rank in (RankId(2, 0), RankId(2, 1)):
+            groups = []
+            for name in chance.sample(names, chance.randrange(1, 7)):
+                done, left = chance.choice((4, 5, 9, 10, 11, 20, 21, 99)), chance.choice((None, *job.heard))
+                groups.append(GroupTrace(name, done + chance.randrange(3), done, left=left, awaits="left"))
+            job.heard[rank] = Heard(RankTrace(tuple(groups), 9.0), 0.5)
+        for finding in find(job.heard).findings:
+            if finding.ranks[0].replica < 2:
+                against.add(finding.kind)
+                assert finding.witnesses < 2, finding
+    assert {"absent", "stuck"} <= against, "it is found, but not confirmed"
 
 
 def marks(late: float) -> tuple[Mark, ...]:

@@ -10,6 +10,8 @@ from ft_hsdp.core.grant import Continue, Grant, Refused
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, Wait
 from lighthouse import service as services
+from lighthouse.quorum.commands import Culprit
+from lighthouse.runtime import LoggedFindings
 from lighthouse.store import StoreFailed
 from tests.support.lighthouse.lighthouse_helpers import (
     TOKEN,
@@ -19,6 +21,7 @@ from tests.support.lighthouse.lighthouse_helpers import (
     events,
     granted,
     heard,
+    hosted,
     make_service,
     name,
     quiet,
@@ -233,3 +236,33 @@ async def test_status_names_every_state():
     for task in (waiting, final):
         task.cancel()
     service.close()
+
+
+async def test_a_culprit_that_the_journal_names_is_evicted_once_if_the_operator_wants_that():
+    row = {"event": "CulpritFound", "replica": 1, "over": False, "kind": "absent", "witnesses": 2, "epoch": 1}
+    for wanted, times in (("tell", 0), ("evict", 1)):
+        service, rows = make_service(3, on_culprit=wanted)
+        service.state = hosted(service.state)
+        findings = LoggedFindings(rows.append, service)
+        await granted(service, 0, 1, 2)
+        for changes, evicted in (
+            ({"over": True}, 0),
+            ({"replica": None}, 0),
+            ({}, times),
+            ({"replica": 2}, times),
+        ):
+            findings.take("event", 1, {**row, "reason": "it hangs", **changes})
+            await quiet()
+            assert [row["incarnation"] for row in events(rows, "ReplicaEvicted")] == [name(1)] * evicted
+        assert len(events(rows, "CulpritFound")) == 4
+
+
+async def test_another_lighthouse_waits_before_it_evicts_a_culprit():
+    store = MemoryStore()
+    await granted(make_service(3, store=store)[0], 0, 1, 2)
+    service, rows = make_service(3, store=MemoryStore(store.rows), on_culprit="evict")
+    service.state = hosted(service.state)
+    heard(service, {r: name(r) for r in range(3)})
+    service.suspect(Culprit(1, "absent", 2, 1, "it hangs"))
+    await quiet()
+    assert not events(rows, "ReplicaEvicted")

@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 
+from ft_hsdp.analysis.culprits import SETTLED_S
 from ft_hsdp.analysis.diagnosis import EVEN_S, Dump, KnownRank, describe
 from ft_hsdp.core.traces import GroupTrace, RankId, RankTrace
-from lighthouse.overview.suspects import AGAIN_S, QUIET_S, SETTLED_S, TOO_LONG, Suspects, has_stopped
+from lighthouse.overview.suspects import AGAIN_S, QUIET_S, TOO_LONG, Suspects, has_stopped
 
 WAITS, ABSENT = GroupTrace("1:0", 8, 7, "all_gather"), GroupTrace("1:0", 7, 7, "all_gather")
 STEP_S = 0.2

@@ -618,6 +618,20 @@ def test_an_order_to_kill_an_incarnation_and_one_about_a_host_end_it() -> None:
     assert w.me(0).incarnation != before
 
 
+@pytest.mark.parametrize(
+    ("code", "cause", "kind"), [(75, "", "evicted"), (75, "hardware", "exit 75"), (70, "", "exit 70")]
+)
+def test_a_rank_that_sees_another_one_evicted_is_not_what_ended_its_replica(
+    code: int, cause: str, kind: str
+) -> None:
+    w = World("a", replicas=1, each=1)
+    w.apply(Withdrawn((0, w.me().incarnation), "it hangs", w.now))
+    w.ends("a", 0, code, cause=cause)
+    w.settle()
+    (note,) = w.told_as("ReplicaExited")
+    assert note.facts["kind"] == kind
+
+
 def order(w: World, action: Any, host: str, *, force: bool = False) -> bool:
     command = Commanded(action, 0, "a new fan", w.now, host=host)
     possible = isinstance(plan(w.s, command, force=force), CommandPlan)

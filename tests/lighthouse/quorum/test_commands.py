@@ -3,8 +3,9 @@ from typing import Any
 import pytest
 
 from ft_hsdp.core.grant import Continue, Finish, Grant, Refused
-from lighthouse.quorum.commands import CommandPlan, Impossible, plan
+from lighthouse.quorum.commands import CULPRIT_S, CommandPlan, Culprit, Impossible, plan, plan_culprit
 from lighthouse.quorum.events import Action, Commanded
+from lighthouse.quorum.rules import replace
 from lighthouse.status import describe
 from tests.support.lighthouse.lighthouse_helpers import Out, Script, at, hosted, name, record, refusal
 
@@ -75,6 +76,40 @@ def test_what_cannot_be_evicted(job: Script, replica: int, agent: int | None, st
     job.s = hosted(job.s, agent)
     found = refused(job, "evict", replica)
     assert (found.status, found.detail[: len(words)]) == (status, words)
+
+
+# A culprit that a diagnosis names.
+
+
+FOUND = Culprit(1, "absent", 2, 1, "it has not joined")
+
+
+def test_a_culprit_is_evicted_as_by_an_operator(job: Script) -> None:
+    assert plan_culprit(job.s, FOUND, CULPRIT_S) == wanted(job, "evict", 1)
+    again = plan_culprit(job.s, FOUND, CULPRIT_S, {(1, name(1))})
+    assert isinstance(again, CommandPlan)
+    assert not again.due
+
+
+@pytest.mark.parametrize(
+    "change", [{"kind": "link"}, {"kind": "deadlock"}, {"kind": "slow"}, {"witnesses": 1}, {"epoch": 2}]
+)
+def test_only_a_confirmed_finding_on_one_replica_of_this_epoch_counts(job: Script, change: Any) -> None:
+    assert isinstance(plan_culprit(job.s, FOUND._replace(**change), CULPRIT_S), Impossible)
+
+
+@pytest.mark.parametrize(
+    "change", [{"broken": True}, {"since": 1.0}, {"drained": frozenset({1})}, {"grant": None}, {"halted": "why"}]
+)
+def test_no_culprit_is_evicted_while_the_membership_changes(job: Script, change: Any) -> None:
+    assert isinstance(plan_culprit(replace(job.s, **change), FOUND, CULPRIT_S), Impossible)
+
+
+def test_a_culprit_is_evicted_at_most_once_in_some_time_and_if_enough_others_live(job: Script) -> None:
+    assert isinstance(plan_culprit(job.s, FOUND, CULPRIT_S - 1), Impossible)
+    for least, possible in ((2, CommandPlan), (3, Impossible)):
+        policy = replace(job.s.policy, min_replicas=least)
+        assert isinstance(plan_culprit(replace(job.s, policy=policy), FOUND, CULPRIT_S), possible)
 
 
 def test_a_replica_that_its_supervisor_has_given_up_can_be_kept_away(job: Script) -> None:
