@@ -13,10 +13,7 @@ Read in this order:
 - `goodput`: how much of the time trained the model, and where the rest went;
 - `culprits`: who keeps a job waiting, from what its ranks tell of their collectives; `diagnosis`: the document;
 - `locate`: which rank and host held an element of a parameter at a step;
-
-For `launcher.py sdc-check`:
-
-- `outliers`: which ranks and hosts compute otherwise than most of them.
+- `outliers`: which ranks and hosts compute otherwise than most of them (`sdc-check`).
 
 Before a run, `launcher.py plan` computes from a configuration what copies of the state will be worth:
 

@@ -1,6 +1,7 @@
 """The holder of a host: an agent of it ends, and another one goes on with the ranks. They run in the test."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -66,7 +67,11 @@ class Held:
 
     @property
     def agents(self) -> list[psutil.Process]:
-        return [each for each in psutil.Process().children() if AGENT in each.cmdline()]
+        found = []
+        for each in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):  # a child of another test, which has just ended
+                found += [each] if AGENT in each.cmdline() else []
+        return found
 
     async def lose_agent(self) -> None:
         """End it as SIGKILL does: it says nothing more."""
@@ -98,7 +103,8 @@ async def held(run_dir: RunDir, tmp_path: Path) -> AsyncIterator[Held]:
     await made.close()
 
 
-def pids(run: RunDir, replica: int) -> list[int]:
+async def pids(run: RunDir, replica: int) -> list[int]:
+    await async_until(lambda: read_json(run.processes(replica)) is not None, "the ranks are listed")
     return [each["pid"] for each in read_json(run.processes(replica))["ranks"]]
 
 
@@ -109,7 +115,7 @@ async def test_ranks_go_on_without_their_agent_and_the_next_one_tells_how_they_e
     scene.answers(scene.assigned("0-a-0", 1, 2, of=4), scene.assigned("1-a-3", 0, of=1))
     await scene.waiting("0-0-2", "1-3-0")
     await async_until(lambda: scene.of("1-a-3").how == scene.of("0-a-0").how == COLD, "all are started")
-    before = pids(run_dir, 0), pids(run_dir, 1)
+    before = await pids(run_dir, 0), await pids(run_dir, 1)
     await held.lose_agent()
     (run_dir.path / "go").touch()
     await async_until(lambda: not psutil.pid_exists(before[0][0]), "a rank ends")
@@ -156,7 +162,7 @@ async def test_the_holder_ends_with_the_code_of_its_agent_and_no_rank_is_left(he
     await held.two_ranks()
     assert await held.forks.take_name("of-this-test")
     assert take_name("of-this-test") is None
-    ranks = pids(run_dir, 0)
+    ranks = await pids(run_dir, 0)
     await held.forks.close()
     held.end_agent(76)
     assert await held.running == 76
@@ -175,7 +181,7 @@ async def test_a_signal_reaches_the_agent_once_it_is_ready(held: Held, plan: Pla
 
 async def test_a_signal_ends_an_agent_that_does_not_get_ready_and_its_ranks(held: Held, run_dir: RunDir) -> None:
     await held.two_ranks()
-    ranks = pids(run_dir, 0)
+    ranks = await pids(run_dir, 0)
     os.kill(os.getpid(), signal.SIGTERM)
     await async_until(lambda: held.agents == [], "the agent is killed")
     await held.forks.close()
