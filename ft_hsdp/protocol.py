@@ -102,7 +102,9 @@ class RankBeat:
     host: str  # machine on which it runs
     progress: Count  # counts up while the trainer works
     pause: str = ""  # what its training loop does instead (`Job.pause`); "": it trains
-    trace: RankTrace | None = None  # of its collectives, if nothing moves, and now and then; None: they go on
+    still_s: float = 0.0  # as in `core.traces.Heard`
+    # Of its collectives, if nothing moves, and now and then; None: there is nothing new, or a message had no room.
+    trace: RankTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,8 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
-    for name in ("uvicorn", "httpx"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     parser = _Arguments(prog="python -m lighthouse", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="the run directory")
     parser.add_argument("--port", type=int, help="instead of network.port")

@@ -17,7 +17,6 @@ WALL = {
     "ft_hsdp/launch/ray/logs.py",
     "ft_hsdp/train/job.py",
     "ft_hsdp/train/identity.py",
-    "ft_hsdp/train/tracer.py",  # all hosts tell at the same times
     "lighthouse/__main__.py",  # events before there is a service
     "lighthouse/ha/candidate.py",
     "lighthouse/service.py",

@@ -45,7 +45,7 @@ from ft_hsdp.core.traces import COMMIT, GroupTrace, Heard, Mark, RankId, epoch_o
 SILENT_S = 1.7  # without a sign of life; ranks give one about once a second
 SETTLED_S = 1.5  # for which a rank stands still that does not get on
 
-Kind = Literal["exited", "silent", "absent", "stuck", "link", "deadlock", "slow", "slow link"]
+Kind = Literal["silent", "absent", "stuck", "link", "deadlock", "slow", "slow link"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class _Group:
         begun = {rank: max(trace.joined, ended) for rank, trace in self.members.items()}
         waiting: defaultdict[int, list[RankId]] = defaultdict(list)
         for rank, trace in self.members.items():
-            if trace.joined > trace.done and rank in live and not live[rank].moves:
+            if trace.joined > trace.done and rank in live and live[rank].still_s:
                 waiting[trace.done + 1].append(rank)
         for number, ranks in waiting.items():
             absent = tuple(rank for rank, joined in begun.items() if joined < number)
@@ -125,7 +125,7 @@ def find(heard: Mapping[RankId, Heard]) -> Diagnosis:
 class _Stopped:
     def __init__(self, heard: Mapping[RankId, Heard]) -> None:
         self._heard = heard
-        self._live = {r: known for r, known in heard.items() if known.age_s <= SILENT_S and not known.gone}
+        self._live = {r: known for r, known in heard.items() if known.age_s <= SILENT_S}
         self._groups = _groups({r: k for r, k in heard.items() if k.trace is not None})
         self._waits = [wait for group in self._groups.values() for wait in group.waits(self._live)]
         self._in: defaultdict[RankId, list[BlockedCollective]] = defaultdict(list)  # what each rank waits in
@@ -159,7 +159,7 @@ class _Stopped:
         waiting: defaultdict[int, set[int]] = defaultdict(set)  # the other replicas, by epoch
         for rank in finding.ranks:
             known, shared, lives = self._heard[rank], self._shared(rank), rank in self._live
-            lately = known.trace is not None and known.trace.still_s + known.age_s < SETTLED_S
+            lately = known.still_s + known.age_s < SETTLED_S
             if lives and (lately or any(t.name.startswith(COMMIT) and t.joined > t.done for t in shared)):
                 return finding
             for trace in shared:
@@ -200,22 +200,18 @@ class _Stopped:
     def _blame_absent(self, rank: RankId, wait: BlockedCollective) -> None:
         if rank not in self._live:
             self._blame_silent(rank, wait)
-        elif not self._heard[rank].moves:
+        elif self._heard[rank].still_s:
             why = f"rank {rank} has not joined {_named(wait)}, in which {_count(wait.waiting)}"
             self._blame("absent", (rank,), why, wait)
 
     def _blame_silent(self, rank: RankId, wait: BlockedCollective) -> None:
-        known, where = self._heard[rank], f"{_count(wait.waiting)} in {_named(wait)}"
-        if known.gone:
-            self._blame("exited", (rank,), f"rank {rank} {known.gone}; {where}", wait)
-            return
-        why = f"nothing is heard of rank {rank} for {known.age_s:.1f} s; {where}"
-        self._blame("silent", (rank,), why, wait)
+        silence = f"nothing is heard of rank {rank} for {self._heard[rank].age_s:.1f} s"
+        self._blame("silent", (rank,), f"{silence}; {_count(wait.waiting)} in {_named(wait)}", wait)
 
     def _stuck(self, wait: BlockedCollective) -> None:
         """Look for the culprit in a collective that all members have begun."""
         members = self._groups[wait.group].members
-        if any(rank in self._live and self._heard[rank].moves for rank in members):
+        if any(rank in self._live and not self._heard[rank].still_s for rank in members):
             return
         silent = [rank for rank in members if rank not in self._live]
         if silent:

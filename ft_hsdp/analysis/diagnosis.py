@@ -29,8 +29,7 @@ class KnownRank:
     pid: int
     age_s: float  # since it was heard
     trace: RankTrace | None
-    gone: str = ""  # as in `Heard`
-    moves: bool = False  # as in `Heard`
+    still_s: float = 0.0  # as in `Heard`
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Dump:
 
 def heard(ranks: Iterable[KnownRank]) -> dict[RankId, Heard]:
     """Return what the analysis takes."""
-    return {RankId(r.replica, r.rank): Heard(r.trace, r.age_s, r.gone, r.moves) for r in ranks}
+    return {RankId(r.replica, r.rank): Heard(r.trace, r.age_s, r.still_s) for r in ranks}
 
 
 def describe(dump: Dump) -> Json:
@@ -90,10 +89,9 @@ def _ranks(ranks: Iterable[KnownRank], found: Diagnosis) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for known in ranks:
         who = RankId(known.replica, known.rank)
-        words = (who in culprits, known.age_s > SILENT_S or known.gone, who in absent, who in waiting)
-        still_s = 0.0 if known.moves else None if known.trace is None else round(known.trace.still_s, 1)
+        words = (who in culprits, known.age_s > SILENT_S, who in absent, who in waiting)
         word = next((word for word, is_so in zip(WORDS, words, strict=False) if is_so), "")
-        rows.append([*who, still_s, round(known.age_s, 1), word])
+        rows.append([*who, round(known.still_s, 1), round(known.age_s, 1), word])
     return sorted(rows, key=lambda row: (WORDS.index(row[4]), -(row[2] or 0.0), row[:2]))[:MAX_RANKS]
 
 
@@ -120,7 +118,7 @@ def _suspect(who: RankId, known: KnownRank) -> Json:
         "host": known.host,
         "pid": known.pid,
         "age_s": known.age_s,
-        "still_s": None if trace is None else trace.still_s,
+        "still_s": known.still_s,
         "doing": "" if trace is None else trace.doing,
         "stack": [] if trace is None else list(trace.stack),
     }

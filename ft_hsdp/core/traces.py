@@ -51,7 +51,6 @@ class GroupTrace:
     awaits: str = ""  # of a ring: "left" or "right", from which its engine waits for something; "": it works
     # Of a ring, in seconds of the last ones that the rank has told of, about ten:
     in_s: float = 0.0  # inside all-reduces
-    starved_s: float = 0.0  # of these, waited for a chunk from the left
     blocked_s: float = 0.0  # of these, waited until the right took what was sent
     marks: tuple[Mark, ...] = ()  # the newest, oldest first
 
@@ -61,7 +60,6 @@ class RankTrace:
     """All that one rank tells at a time."""
 
     groups: tuple[GroupTrace, ...]
-    still_s: float  # for how long no count has changed and the main thread has got nothing done
     doing: str = ""  # what its training loop does, in a few words
     stack: tuple[str, ...] = ()  # where its main thread is, innermost first: "file:line function"
 
@@ -72,5 +70,6 @@ class Heard:
 
     trace: RankTrace | None  # the newest; None: it has sent none
     age_s: float  # since it was heard; a rank that lives is heard about once a second
-    gone: str = ""  # how its process ended, if that is known
-    moves: bool = False  # it has got on since it sent the trace
+    # For how long, when heard, no count had changed and the main thread had got nothing done. 0: it gets on, and
+    # its trace may be old.
+    still_s: float = 0.0

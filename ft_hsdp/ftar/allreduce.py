@@ -275,7 +275,6 @@ class Ring:
         self._begun: list[float] = []  # all-reduces since the newest mark, in Unix seconds
         self.awaits = ""  # as in `GroupTrace`
         self.inside = WaitClock()  # an all-reduce
-        self.starved = WaitClock()  # of that, waited for a chunk
         self._blocked_before = self._blocked_s()
 
     def _blocked_s(self) -> float:
@@ -384,8 +383,7 @@ class Ring:
                 chunk = self._receiver.next(block=False)
             else:
                 self.awaits = "left"
-                with self.starved:
-                    chunk = self._receiver.next(block=True)
+                chunk = self._receiver.next(block=True)
                 self.awaits = ""
             if chunk is not None:
                 exchange.arrived(chunk)

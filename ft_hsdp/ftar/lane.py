@@ -260,7 +260,6 @@ class LaneMember:
             ring.sent,
             ring.awaits,
             ring.inside.seconds,
-            ring.starved.seconds,
             ring.blocked_s,
             ring.marks,
         )

@@ -321,7 +321,8 @@ class RankRuntime:
         usual = "waits for an order" if self._mailbox.waited_for else "trains"
         epoch, rings = self._group.epoch, self._group.traces()
         trace = self._tracer.trace(epoch, rings, self._done, pause or usual, paused=bool(pause))
-        return RankBeat(self.place.rank, os.getpid(), host_name(os.environ), self._done, pause, trace)
+        where = self.place.rank, os.getpid(), host_name(os.environ)
+        return RankBeat(*where, self._done, pause, self._tracer.still_s, trace)
 
     # The control loop: what the ring reports.
 

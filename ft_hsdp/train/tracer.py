@@ -124,22 +124,22 @@ class Tracer:
     Args:
         replica: Its id.
         clock: Monotonic seconds.
+        unix: Unix seconds.
     """
 
     def __init__(
-        self,
-        replica: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, replica: int, clock: Callable[[], float] = time.monotonic, unix: Callable[[], float] = time.time
     ) -> None:
-        self._clock = clock
+        self._clock, self._unix = clock, unix
         self._torch = TorchGroups(replica)
         self._voted = 0, 0  # epoch and step of the newest vote: one of an epoch that is over does not count
         self._committed = 0  # the newest step
         self._seen: object = None  # by the last look
         self._moved = clock()
+        self.still_s = 0.0  # by the last look; as in `core.traces.Heard`
         self._due = 0.0  # the next trace of a rank that gets on
-        self._spent: dict[str, tuple[float, ...]] = {}  # by ring: its seconds at the trace before the newest one
-        self._spent_next: dict[str, tuple[float, ...]] = {}  # ... and at the newest one
+        self._spent: dict[str, tuple[float, float]] = {}  # by ring: its seconds at the trace before the newest one
+        self._spent_next: dict[str, tuple[float, float]] = {}  # ... and at the newest one
         self._newest: RankTrace | None = None  # of these
         self._made = 0.0  # when that was made
 
@@ -153,9 +153,8 @@ class Tracer:
 
     def _lately(self, ring: GroupTrace) -> GroupTrace:
         """Return a ring with the seconds since the trace before the newest one, instead of all."""
-        before = self._spent.get(ring.name, (0.0, 0.0, 0.0))
-        in_s, starved_s, blocked_s = (now - then for now, then in zip(_spent(ring), before, strict=True))
-        return replace(ring, in_s=in_s, starved_s=starved_s, blocked_s=blocked_s)
+        before = self._spent.get(ring.name, (0.0, 0.0))
+        return replace(ring, in_s=ring.in_s - before[0], blocked_s=ring.blocked_s - before[1])
 
     def trace(
         self, epoch: int, rings: tuple[GroupTrace, ...], progress: int, doing: str, paused: bool
@@ -176,22 +175,23 @@ class Tracer:
         if paused or seen != self._seen:
             self._seen, self._moved = seen, now
         still = now - self._moved >= STILL_S
+        self.still_s = now - self._moved if still else 0.0
         if not still and now < self._due:
             return self._newest if now - self._made < REPEAT_S else None
         began = time.thread_time()
         if not still:
             self._spent, self._spent_next = self._spent_next, {ring.name: _spent(ring) for ring in rings}
         groups = (commit, *map(self._lately, rings), *self._torch.traces(status))[:GROUPS]
-        told = RankTrace(groups, now - self._moved, doing, _main_stack() if still else ())
+        told = RankTrace(groups, doing, _main_stack() if still else ())
         if not still:
             self._newest, self._made = told, now
             pause_s = EVERY_S * max(1.0, (time.thread_time() - began) / SHARE // EVERY_S)
-            self._due = now + pause_s - time.time() % EVERY_S
+            self._due = now + pause_s - self._unix() % EVERY_S
         return told
 
 
-def _spent(ring: GroupTrace) -> tuple[float, ...]:
-    return ring.in_s, ring.starved_s, ring.blocked_s
+def _spent(ring: GroupTrace) -> tuple[float, float]:
+    return ring.in_s, ring.blocked_s
 
 
 def _main_stack() -> tuple[str, ...]:

@@ -146,7 +146,7 @@ function Suspect({ suspect: { name, replica, rank, host, pid, still_s: still, do
     <p class="suspect">
       <button type="button" class="link" onClick=${() => store.set({ replica })}>replica ${replica} rank ${rank}</button>
       <span>on <b>${host}</b>, pid <b class="num">${pid}</b>${doing && `, ${doing}`}</span>
-      ${still !== null && html`<span class="quiet num">still for ${span(still)}</span>`}
+      <span class="quiet num">still for ${span(still)}</span>
     </p>
     ${stack.length > 0 && html`<pre role="group" tabindex="0" aria-label=${`Stack of ${name}, innermost first`}>${stack.join("\n")}</pre>`}
   `;
@@ -169,7 +169,7 @@ function Waits({ waits }) {
 }
 
 const told = ([, rank, still, age, word]) =>
-  `rank ${rank}: ${word && `${WORDS[word]}, `}${word === "silent" ? `for ${span(age)}` : still === null ? "tells nothing" : still < STILL_S[0] ? "goes on" : `still for ${span(still)}`}`;
+  `rank ${rank}: ${word && `${WORDS[word]}, `}${word === "silent" ? `for ${span(age)}` : still < STILL_S[0] ? "goes on" : `still for ${span(still)}`}`;
 
 /** Which rank each cell of a replica shows: of several, the worst; undefined: it was never heard. */
 export function cellsOf(ranks, width) {
@@ -194,7 +194,7 @@ function Ranks({ ranks }) {
         ${[...replicas].sort(([a], [b]) => a - b).map(([replica, mine]) => html`<li key=${replica}>
           <button type="button" aria-label=${`Replica ${replica}: ${mine.filter((r) => r[4]).slice(0, NAMED).map(told).join("; ") || "nothing to see"}`} onClick=${() => store.set({ replica })}>
             <span class="lane-id">r${replica}</span>
-            ${cellsOf(mine, width).map((r, n) => html`<i key=${n} class=${r ? `cell still-${r[2] === null ? 0 : STILL_S.filter((s) => r[2] >= s).length} is-${r[4]}` : "cell"} title=${r ? told(r) : `rank ${n * fold}: was never heard`} />`)}
+            ${cellsOf(mine, width).map((r, n) => html`<i key=${n} class=${r ? `cell still-${STILL_S.filter((s) => r[2] >= s).length} is-${r[4]}` : "cell"} title=${r ? told(r) : `rank ${n * fold}: was never heard`} />`)}
           </button>
         </li>`)}
       </ul>

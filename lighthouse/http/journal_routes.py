@@ -153,7 +153,7 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
     ) -> JSONResponse:
         """Who keeps the job waiting."""
         dump = journal.diagnosis()
-        return JSONResponse(asdict(dump) if traces else describe(dump))
+        return JSONResponse(await asyncio.to_thread(asdict if traces else describe, dump))
 
     @routes.get("/v1/events", dependencies=viewer)
     async def events(

@@ -26,7 +26,7 @@ from lighthouse.overview.replicas import STATES
 WAITS = ("quorum", "ftar", "snapshot", "copies", "commit", "offload")
 ROUTES = (
     *("/v1/quorum", "/v1/processes", "/v1/telemetry", "/v1/status", "/v1/overview", "/v1/events", "/v1/stream"),
-    *("/v1/holders", "/metrics", "/healthz", "/"),
+    *("/v1/diagnosis", "/v1/holders", "/metrics", "/healthz", "/"),
 )
 ENDLESS = ("/v1/stream",)
 TOTALS = {  # by the field of a commit

@@ -2,8 +2,8 @@
 
 Replicas and supervisors send telemetry beside the protocol (`POST /v1/telemetry`). The journal checks it, gives
 each row one number, stores it in SQLite, folds it into the overview (`lighthouse.overview`), and passes it on to
-the page and to curves. The lighthouse decides nothing from telemetry: a worker that lies in it draws a wrong
-curve, no more.
+the page and to curves. The lighthouse decides nothing from telemetry, so a worker that lies in it draws a wrong
+curve; but with `quorum.on_culprit: evict` two replicas that lie together may have a third one started again.
 
 Read in this order:
 

@@ -247,7 +247,7 @@ class JobJournal:
         newest = self._overview.newest
         failures = self._overview.told(newest - FAILED_S, newest, self._overview.goodput.steps.median)
         ranks = tuple(self._vitals.known(now))
-        stopped = quiet_s is not None and has_stopped(ranks, quiet_s, typical) and not self._overview.finished
+        stopped = quiet_s is not None and has_stopped(ranks, quiet_s, typical) and self._overview.ended is None
         pauses = {str(replica): what for replica, what in self._vitals.pauses(now).items()}
         told = tuple(failure for failure in failures if not failure["done"])
         even_s = None if self._uneven is None else now - self._uneven
@@ -417,7 +417,7 @@ class JobJournal:
             active = [lane.replica for lane in self._overview.lanes.all if lane.state in RUN]
             now, typical = self._monotonic(), self._overview.goodput.steps.typical
             self._tell("ReplicaStalled", self._vitals.judge(active, typical, now))
-            if self._committed is not None and not self._vitals.pauses(now):
+            if self._committed is not None and self._overview.ended is None and not self._vitals.pauses(now):
                 known, quiet_s = partial(self._vitals.known, now), now - self._committed
                 self._tell("CulpritFound", self._suspects.judge(known, quiet_s, typical, now))
 

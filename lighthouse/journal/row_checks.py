@@ -229,6 +229,7 @@ def beats(ranks: Sequence[RankBeat], who: RowSender, about: JobInfo) -> list[Ran
             beat,
             host=_text(beat.host, MAX_HOST),
             pause=_text(beat.pause, MAX_PAUSE),
+            still_s=_amount(beat.still_s, "still_s"),
             trace=None if beat.trace is None else _trace(beat.trace, about),
         )
         for beat in ranks
@@ -245,7 +246,6 @@ def _trace(trace: RankTrace, about: JobInfo) -> RankTrace:
     return replace(
         trace,
         groups=tuple(_group(group, about) for group in trace.groups),
-        still_s=_amount(trace.still_s, "still_s"),
         doing=_text(trace.doing, MAX_PAUSE),
         stack=tuple(_text(line, MAX_LINE) for line in trace.stack[:MAX_LINES]),
     )
@@ -254,7 +254,7 @@ def _trace(trace: RankTrace, about: JobInfo) -> RankTrace:
 def _group(group: GroupTrace, about: JobInfo) -> GroupTrace:
     for count in ("joined", "done", "received", "sent"):
         _count(getattr(group, count), count, MAX_COUNT)
-    for seconds in ("in_s", "starved_s", "blocked_s"):
+    for seconds in ("in_s", "blocked_s"):
         _amount(getattr(group, seconds), seconds)
     if group.left is not None:
         _index(group.left.replica, "replica", about.slots)

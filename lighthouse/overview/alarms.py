@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 from ft_hsdp.event_table import fault, is_over, tell
 from lighthouse.overview.overview import Overview
 
-RULES = ("stall", "loss", "replicas", "protection", "restarts", "disk", "culprit", "halted")
-
 STALL_S, STALL_STEPS = 60.0, 10.0  # without a commit: the longer of this, and so many usual steps
 START_S = 600.0  # the same before the first commit of a job
 LASTING_S = 60.0  # how long replicas are missing, or a state is not protected

@@ -122,7 +122,6 @@ class _Rank:
     heard: float
     moved: float
     trace: RankTrace | None  # the newest that it has sent
-    traced: float  # when that was
 
 
 class Vitals:
@@ -139,9 +138,8 @@ class Vitals:
             if known is not None and known.beat.pid != beat.pid:
                 known = None
             moved = known.moved if known is not None and known.beat.progress == beat.progress else now
-            mine[beat.rank] = here = _Rank(beat, now, moved, beat.trace, now)
-            if beat.trace is None and known is not None:
-                here.trace, here.traced = known.trace, known.traced
+            before = None if known is None else known.trace
+            mine[beat.rank] = _Rank(beat, now, moved, before if beat.trace is None else beat.trace)
 
     def forget(self, replica: int) -> None:
         self._of.pop(replica, None)
@@ -156,8 +154,8 @@ class Vitals:
         """Yield what each rank has told of its collectives."""
         for replica, mine in self._of.items():
             for rank, seen in mine.items():
-                beat, moves = seen.beat, seen.beat.trace is None
-                yield KnownRank(replica, rank, beat.host, beat.pid, now - seen.heard, seen.trace, moves=moves)
+                beat = seen.beat
+                yield KnownRank(replica, rank, beat.host, beat.pid, now - seen.heard, seen.trace, beat.still_s)
 
     def judge(self, active: Iterable[int], typical: float, now: float) -> list[Change]:
         """Return which replicas stalled or went on since the last call.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ft_hsdp.analysis.culprits import SETTLED_S, Finding, find
+from ft_hsdp.analysis.culprits import SETTLED_S, SILENT_S, Finding, find
 from ft_hsdp.analysis.diagnosis import KnownRank, heard
 
 QUIET_S = 2.0
@@ -41,8 +41,9 @@ def has_stopped(ranks: Iterable[KnownRank], quiet_s: float, typical_s: float) ->
     enough_s = max(QUIET_S, QUIET_STEPS * typical_s)
     if quiet_s <= enough_s:
         return False
-    still = (not r.moves and (r.trace is None or r.trace.still_s + r.age_s >= SETTLED_S) for r in ranks)
-    return quiet_s > TOO_LONG * enough_s or all(still)
+    if quiet_s > TOO_LONG * enough_s:
+        return True
+    return all(r.age_s > SILENT_S or (r.still_s and r.still_s + r.age_s >= SETTLED_S) for r in ranks)
 
 
 class Suspects:

@@ -74,7 +74,7 @@ def plan(
             return _undrain_host(s, command.host)
 
 
-EVICTED = ("absent", "stuck", "silent", "exited")  # kinds of findings; others blame no single replica
+EVICTED = ("absent", "stuck", "silent")  # kinds of findings; others blame no single replica
 WITNESSES = 2  # one may be wrong
 CULPRIT_S = 600.0  # at most one eviction of a culprit in so long, whatever an analysis says
 

@@ -267,8 +267,8 @@ async def test_other_ranks_are_spoken_for_as_long_as_they_speak(fast, monkeypatc
 
 
 async def test_the_traces_of_many_ranks_take_turns(fast, s: Scene) -> None:
-    trace = RankTrace((), 1.0, "trains", ("x" * 160,) * 12)
-    others = tuple(RankBeat(rank, 8, "there", 5, "", trace) for rank in range(1, 61))
+    trace = RankTrace((), "trains", ("x" * 160,) * 12)
+    others = tuple(RankBeat(rank, 8, "there", 5, "", 1.0, trace) for rank in range(1, 61))
 
     def told(message: Telemetry) -> set[int]:
         return {beat.rank for beat in message.ranks if beat.trace is not None}

@@ -31,8 +31,8 @@ def hang(own):
             ring = GroupTrace(f"ring {rank} of epoch 1", joined, 232, "bucket 3", left, 5, 5, "left")
             groups = (inside, ring) if rank == 0 else (inside,)
             culprit = replica == rank == 1
-            trace = RankTrace(groups, 6.5, f"reads {BAD}" if culprit else "trains", STACK if culprit else ())
-            ranks.append(RankBeat(rank, 4000 + rank, f"gpu7{BAD}" if culprit else "gpu1", 9, trace=trace))
+            trace = RankTrace(groups, f"reads {BAD}" if culprit else "trains", STACK if culprit else ())
+            ranks.append(RankBeat(rank, 4000 + rank, f"gpu7{BAD}" if culprit else "gpu1", 9, "", 6.5, trace))
         own.tell(replica, ranks=tuple(ranks))
 
 

@@ -82,18 +82,11 @@ class Exchange:
         if max(self.end) < NEVER:
             self.taken = []
 
-    def spent(self, position: int, t: float) -> tuple[float, float, float]:
-        """Return the seconds inside, waiting for the left, and waiting for the right, until `t`.
-
-        An engine that hangs is inside, but waits for nobody.
-        """
+    def spent(self, position: int, t: float) -> tuple[float, float]:
+        """Return the seconds inside, and of these waiting for the right, until `t`."""
         start, last = self.enter[position], self.last[position]
         inside = min(self.end[position], t) - start
-        blocked = max(0.0, min(self.end[position], t) - last)
-        chunks = self.rounds * (2 * len(self.enter) - 2)
-        work = self.works[position] * (chunks if last <= t else self.counts(position, t)[0])
-        hung = max(0.0, t - self.struck[position]) if position in self.stops and position in self.struck else 0.0
-        return inside, max(0.0, inside - blocked - work - hung), blocked
+        return inside, max(0.0, min(self.end[position], t) - last)
 
     def awaits(self, position: int, t: float) -> str:
         """Return for which neighbour the engine of a member waits at `t`; "": for none, it hangs."""

@@ -54,7 +54,7 @@ def test_a_collective_is_done_only_after_all_have_joined(kind, seed):
             assert group.done <= least
             if group.left is not None:
                 assert group.received <= members[group.left].sent
-                assert 0 <= group.starved_s + group.blocked_s <= group.in_s + 1e-6
+                assert 0 <= group.blocked_s <= group.in_s + 1e-6
 
 
 @pytest.mark.parametrize("kind", HANGS)
@@ -66,13 +66,12 @@ def test_all_but_the_culprit_wait_in_a_hang(kind, seed):
         waits = any(group.done < group.joined for group in told(made, rank).groups)
         assert waits or rank in fault
         assert heard.age_s < 1.3 or (rank in fault and kind in ("dead", "silent"))
-        assert kind == "dead" or not heard.gone
 
 
 @pytest.mark.parametrize("kind", SLOW)
 def test_a_slow_job_goes_on_and_shows_it(kind):
     made = small(3, kind)
-    assert all(told(made, rank).still_s < 10 for rank in made.heard)
+    assert all(heard.still_s < 10 for heard in made.heard.values())
     assert any(group.marks for rank in made.heard for group in told(made, rank).groups)
     for members in by_group(made).values():
         for group in members.values():

@@ -339,7 +339,7 @@ class Job:
             doing = rng.choice(("forward", "backward"))
             stack = (f"train.py:{rng.randrange(20, 90)} {doing}",) if rng.random() < 0.2 else ()
         found = (groups[0], *groups[1:-1], self._ring(rank, t, clock), groups[-1])
-        return RankTrace(found, max(0.0, t - self.changed(rank, t)), doing, stack)
+        return RankTrace(found, doing, stack)
 
     def _groups(self, rank: RankId) -> list[tuple[Group, int]]:
         """Return the groups of a rank but its ring, and its index in each."""
@@ -367,7 +367,7 @@ class Job:
         done = bisect_right(ring, t, key=lambda e: e.end[position])
         base = self.history * buckets
         spent = [e.spent(position, t) for e in ring[:joined] if e.enter[position] > t - TOLD_S]
-        in_s, starved_s, blocked_s = (sum(e[i] for e in spent) for i in range(3))
+        in_s, blocked_s = (sum(e[i] for e in spent) for i in range(2))
         received = sent = (base + done) * each
         if joined > done:
             took, gave, _ = ring[done].counts(position, t)
@@ -378,7 +378,7 @@ class Job:
         name = f"ring {k} of epoch {EPOCH}"
         awaits = ring[done].awaits(position, t) if joined > done else ""
         counts = base + joined, base + done, op, left, received, sent
-        return GroupTrace(name, *counts, awaits, in_s, starved_s, blocked_s, marks)
+        return GroupTrace(name, *counts, awaits, in_s, blocked_s, marks)
 
 
 def _marks(base: int, begun: Times) -> tuple[Mark, ...]:
@@ -482,14 +482,12 @@ def _hang(rng: random.Random, job: Job, faults: list[Fault]) -> dict[RankId, Hea
     heard = {}
     for rank in _every(job):
         told = at = now - min(rng.random() + rng.uniform(0, 0.29), now - stopped)
-        gone = ""
         if rank in mute:  # what it told while it moved may be older than the last that was heard
             fault = mute[rank]
             at = fault.at - rng.uniform(0, 1.5 if fault.kind == "dead" else 1)
             told = at if fault.kind == "dead" else fault.at - rng.uniform(0, 10)
-            if fault.kind == "dead" and rng.random() < 0.5:
-                gone = rng.choice(("signal 9 (SIGKILL)", "exit code 1", "signal 11 (SIGSEGV)"))
-        heard[rank] = Heard(job.trace(rank, min(told, at), rng), now - at, gone)
+        seen = min(told, at)
+        heard[rank] = Heard(job.trace(rank, seen, rng), now - at, max(0.0, seen - job.changed(rank, seen)))
     return heard
 
 
@@ -518,7 +516,8 @@ def _run(rng: random.Random, job: Job, faults: list[Fault]) -> dict[RankId, Hear
         now = end + rng.uniform(1.5, 60)
         ages = {rank: min(rng.random() + rng.uniform(0, 0.29), now - end) for rank in _every(job)}
         return {
-            rank: Heard(job.trace(rank, now - age, None, "waits for a grant"), age) for rank, age in ages.items()
+            rank: Heard(job.trace(rank, now - age, None, "waits for a grant"), age, now - age - end)
+            for rank, age in ages.items()
         }
     now = end - rng.random() * (end - before)
     heard = {}

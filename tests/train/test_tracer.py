@@ -21,7 +21,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.now, self.progress, self.rings = 100.0, 0, (RING,)
-        self.tracer = Tracer(0, lambda: self.now)
+        self.tracer = Tracer(0, lambda: self.now, lambda: self.now)
 
     def after(
         self, seconds: float, done: int = 0, doing: str = "trains", paused: bool = False
@@ -43,23 +43,34 @@ def test_who_gets_on_tells_it_now_and_then_and_who_stands_still_each_time(s: Sce
     assert s.after(1.0, done=1) is None
     full = s.after(EVERY_S, done=1)
     assert full is not None
-    assert (full.still_s, full.stack, full.groups[1:2]) == (0.0, (), (RING,))
+    assert (s.tracer.still_s, full.stack, full.groups[1:2]) == (0.0, (), (RING,))
     assert s.after(1.0, done=1) is full, "a beat may be lost on its way over rank 0"
     assert s.after(1.0, done=1) is None
     for seconds in (1.0, 2.0):
         still = s.after(1.0)
         assert still is not None
-        assert (still.still_s, still.doing) == (seconds, "trains")
+        assert (s.tracer.still_s, still.doing) == (seconds, "trains")
         assert any("test_tracer.py" in line for line in still.stack)
     assert s.after(0.05, done=1) is None
     assert s.after(0.05) is None, "beats may come close together"
+
+
+@pytest.mark.parametrize("start", [200.0, 204.5, 208.0])
+def test_all_ranks_that_get_on_tell_it_at_the_same_times(start: float) -> None:
+    scene = Scene()
+    scene.now = start
+    first = scene.after(0.0)
+    assert scene.after(209.9 - start, done=1) is None
+    told = scene.after(0.2, done=1)
+    assert told is not None
+    assert told is not first
 
 
 @pytest.mark.parametrize("what", ["joined", "done", "received", "sent"])
 def test_a_ring_in_which_something_moves_is_not_still(s: Scene, what: str) -> None:
     s.rings = (replace(RING, **{what: 9}),)  # type: ignore[arg-type]
     assert s.after(1.0) is None
-    s.rings = (replace(s.rings[0], in_s=5.0, starved_s=5.0, blocked_s=5.0),)
+    s.rings = (replace(s.rings[0], in_s=5.0, blocked_s=5.0),)
     assert s.after(1.0) is not None, "to wait is no movement"
 
 
@@ -67,10 +78,9 @@ def test_a_pause_is_not_standing_still(s: Scene) -> None:
     assert s.after(5.0, doing="evaluation", paused=True) is None
     told = s.after(EVERY_S, doing="evaluation", paused=True)
     assert told is not None
-    assert (told.still_s, told.doing, told.stack) == (0.0, "evaluation", ())
-    after = s.after(1.0)
-    assert after is not None
-    assert after.still_s == 1.0
+    assert (s.tracer.still_s, told.doing, told.stack) == (0.0, "evaluation", ())
+    assert s.after(1.0) is not None
+    assert s.tracer.still_s == 1.0
 
 
 def test_a_rank_joins_a_step_with_its_vote_and_is_done_with_its_commit(s: Scene) -> None:

@@ -80,7 +80,7 @@ def logged(step, **values):
 
 
 def traced(*groups, still_s=0.0):
-    return RankBeat(0, 1, "h", 1, trace=RankTrace(groups, still_s))
+    return RankBeat(0, 1, "h", 1, "", still_s, RankTrace(groups))
 
 
 def tell(journal, source="0-a-0", **what):
@@ -174,7 +174,7 @@ def test_a_replica_speaks_for_itself_only(journal):
         ("0-a-0", {"ranks": [RankBeat(0, 1, "h", 1)] * 3}, "a replica has 2"),
         ("0-a-0", {"ranks": [traced(GroupTrace("g", -1, 0))]}, "joined"),
         ("0-a-0", {"ranks": [traced(GroupTrace("g", 1, MAX_COUNT + 1))]}, "done"),
-        ("0-a-0", {"ranks": [traced(GroupTrace("g", 1, 0, starved_s=float("nan")))]}, "starved_s"),
+        ("0-a-0", {"ranks": [traced(GroupTrace("g", 1, 0, blocked_s=float("nan")))]}, "blocked_s"),
         ("0-a-0", {"ranks": [traced(GroupTrace("g", 1, 0, left=RankId(3, 0)))]}, "replica '3'"),
         ("0-a-0", {"ranks": [traced(GroupTrace("g", 1, 0, marks=(Mark(16, float("inf")),)))]}, "mark"),
         ("0-a-0", {"ranks": [traced(*[GroupTrace("g", 1, 0)] * 65)]}, "65 groups"),
@@ -211,12 +211,12 @@ def test_what_cannot_be_true_is_refused_whole(journal, source, what, why):
 
 def test_what_ranks_tell_of_their_collectives_is_cut(journal):
     group = GroupTrace("n" * 65, 20, 19, "\ud800", RankId(2, 1), marks=tuple(Mark(n, 1.0) for n in range(9)))
-    stuck = RankBeat(1, 1, "h", 1, trace=RankTrace((), 2.5, "d" * 81, ("s" * 161,) * 13))
+    stuck = RankBeat(1, 1, "h", 1, trace=RankTrace((), "d" * 81, ("s" * 161,) * 13))
     journal.take(Telemetry("0-a-0", ranks=(traced(group), stuck)))
     _, (first, second) = journal.beat(0)
     assert first.trace is not None
     assert first.trace.groups == (replace(group, name="n" * 64, op="?", marks=group.marks[1:]),)
-    assert second.trace == RankTrace((), 2.5, "d" * 80, ("s" * 160,) * 12)
+    assert second.trace == RankTrace((), "d" * 80, ("s" * 160,) * 12)
 
 
 def test_times_texts_and_numbers_are_cut_to_what_a_page_can_show(journal):

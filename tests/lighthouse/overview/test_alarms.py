@@ -1,13 +1,12 @@
 """When people are told: once when it begins, once when it is over, and never of what another lighthouse told."""
 
 import math
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from ft_hsdp.config.network import AlertRule
 from lighthouse.overview import alarms as module
-from lighthouse.overview.alarms import AGAIN_S, CALM, HELD_S, LOSSES, RULES, START_S, Alarms, Facts
+from lighthouse.overview.alarms import AGAIN_S, CALM, HELD_S, LOSSES, START_S, Alarms, Facts
 from lighthouse.overview.overview import JobInfo, JournalEntry, Overview
 from tests.support.lighthouse.lighthouse_helpers import NOW, commit_row
 
@@ -39,10 +38,6 @@ class People:
 @pytest.fixture
 def people() -> People:
     return People()
-
-
-def test_the_rules_are_those_of_the_configuration() -> None:
-    assert get_args(AlertRule) == RULES
 
 
 @pytest.mark.parametrize(("commits", "typical", "patience"), [(9, 1.0, 60.0), (9, 30.0, 300.0), (0, 0.0, START_S)])

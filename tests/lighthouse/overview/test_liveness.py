@@ -4,9 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ft_hsdp.core.traces import GroupTrace, RankTrace
 from ft_hsdp.protocol import RankBeat
 from lighthouse.overview.liveness import SILENT_S, SLOW, SLOW_NO_MORE, STUCK_S, WINDOW, Stragglers, Vitals
 
+TRACE = RankTrace((GroupTrace("0:0", 8, 7),))
 BOUND = 64 << 10  # bytes of all that is remembered of four replicas
 
 
@@ -149,3 +151,15 @@ def test_a_replica_that_falls_silent_in_a_pause_is_stalled():
     (change,) = vitals.judge([0], 1.0, 2 * SILENT_S)
     assert "no beat of rank 0" in change.reason
     assert vitals.pauses(2 * SILENT_S) == {}
+
+
+def test_a_rank_is_known_by_its_newest_trace_until_it_gets_on() -> None:
+    """Traces of many ranks take turns in messages, and one that gets on repeats its trace for a moment."""
+    vitals, now = Vitals(), 0.0
+    for trace, still_s in ((TRACE, 1.0), (None, 4.0), (None, 0.0), (TRACE, 0.0)):
+        vitals.hear(0, [RankBeat(0, 7, "h", 5, "", still_s, trace)], now)
+        (known,) = vitals.known(now + 0.5)
+        assert (known.age_s, known.still_s, known.trace) == (0.5, still_s, TRACE)
+    vitals.hear(0, [RankBeat(0, 8, "h", 5)], now)
+    (known,) = vitals.known(now)
+    assert known.trace is None, "another process"

@@ -11,10 +11,8 @@ WAITS, ABSENT = GroupTrace("1:0", 8, 7, "all_gather"), GroupTrace("1:0", 7, 7, "
 STEP_S = 0.2
 
 
-def known(rank: int, group: GroupTrace, still_s: float = 3.0, moves: bool = False) -> KnownRank:
-    return KnownRank(
-        1, rank, "gpu7", 40 + rank, 0.3, RankTrace((group,), still_s, "trains", ("t.py:3 f",)), "", moves
-    )
+def known(rank: int, group: GroupTrace, still_s: float = 3.0) -> KnownRank:
+    return KnownRank(1, rank, "gpu7", 40 + rank, 0.3, RankTrace((group,), "trains", ("t.py:3 f",)), still_s)
 
 
 HUNG = (known(0, WAITS), known(1, ABSENT))
@@ -48,7 +46,7 @@ def test_what_only_one_look_finds_is_not_told(suspects: Suspects) -> None:
 
 def test_a_job_has_stopped_when_all_its_ranks_stand_still_or_it_takes_too_long() -> None:
     fresh = (HUNG[0], known(1, ABSENT, SETTLED_S / 2))
-    moving = (HUNG[0], replace(HUNG[1], moves=True))
+    moving = (HUNG[0], replace(HUNG[1], still_s=0.0))
     for ranks, stopped in ((HUNG, True), (fresh, False), (moving, False)):
         assert has_stopped(ranks, QUIET_S + 1, STEP_S) is stopped
         assert not has_stopped(ranks, QUIET_S - 1, STEP_S)
@@ -78,7 +76,7 @@ def test_after_a_stop_nobody_is_called_slow_for_some_time() -> None:
     ring = GroupTrace("ring 0 of epoch 1", 9, 9, in_s=9.0, left=None)
     names = [(0, 1, 5.0), (1, 0, 0.1)]
     ranks = tuple(
-        KnownRank(r, 0, "h", r, 0.3, RankTrace((replace(ring, left=RankId(left, 0), blocked_s=blocked),), 0.0))
+        KnownRank(r, 0, "h", r, 0.3, RankTrace((replace(ring, left=RankId(left, 0), blocked_s=blocked),)))
         for r, left, blocked in names
     )
     dump = Dump("job", 1.7e9, False, 0.1, STEP_S, EVEN_S - 1, ranks)
@@ -89,15 +87,15 @@ def test_after_a_stop_nobody_is_called_slow_for_some_time() -> None:
 def test_a_document_has_all_ranks_and_the_worst_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     silent, bare = replace(known(2, WAITS), age_s=9.0), replace(known(4, WAITS), trace=None)
     late, ahead = GroupTrace("other", 4, 4), known(5, GroupTrace("other", 5, 4))
-    excused = replace(HUNG[0], trace=RankTrace((WAITS, late), 3.0))  # it waits elsewhere itself
-    ranks = (bare, known(3, late, 0.12, moves=True), silent, excused, ahead, HUNG[1])
+    excused = replace(HUNG[0], trace=RankTrace((WAITS, late)))  # it waits elsewhere itself
+    ranks = (bare, known(3, late, 0.0), silent, excused, ahead, HUNG[1])
     rows = [
         [1, 1, 3.0, 0.3, "culprit"],
         [1, 2, 3.0, 9.0, "silent"],
         [1, 3, 0.0, 0.3, "absent"],
         [1, 0, 3.0, 0.3, "waits"],
         [1, 5, 3.0, 0.3, "waits"],
-        [1, 4, None, 0.3, ""],
+        [1, 4, 3.0, 0.3, ""],
     ]
     dump = Dump("job", 1.7e9, True, 5.0, STEP_S, None, ranks)
     assert describe(dump)["ranks"] == rows
