@@ -478,7 +478,7 @@ def _hang(rng: random.Random, job: Job, faults: list[Fault]) -> dict[RankId, Hea
         return None
     mute = {fault.rank: fault for fault in faults if fault.kind in ("dead", "silent")}
     stopped = max(_stopped(job), *(fault.at for fault in faults if fault.at < NEVER), START)
-    now = stopped + rng.uniform(1.0, 4.0)
+    now = stopped + rng.uniform(2.0, 4.0)  # a lighthouse looks after two seconds
     heard = {}
     for rank in _every(job):
         told = at = now - min(rng.random() + rng.uniform(0, 0.29), now - stopped)

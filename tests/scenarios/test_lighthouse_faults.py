@@ -7,7 +7,6 @@ import socket
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -32,19 +31,13 @@ def keep_away(job: Job, seconds: float) -> None:
         time.sleep(0.01)
 
 
-def stalled(job: Job, since: float, until: float) -> list[dict[str, Any]]:
-    """The steps between two times that took more than twice the median, and waited for the lighthouse."""
-    rows = job.rows("metrics.jsonl")
-    median = statistics.median(r["step_s"] for r in rows)
-    during = [r for r in rows if since <= r["t"] <= until]
+def waited(job: Job, since: float, until: float) -> float:
+    """The part of a time in which training waited for the lighthouse: near 1 if a step needs it, at most 1."""
+    during = [r for r in job.rows("metrics.jsonl") if since <= r["t"] <= until]
     assert during, "no step was committed meanwhile"
-    waits = [r["waits"].get("quorum", 0.0) for r in during]
-    print(f"median step {median:.3f} s; {len(during)} steps meanwhile, exposed waits {sum(waits):.3f} s in sum")
-    return [
-        r
-        for r, wait in zip(during, waits, strict=True)
-        if r["step_s"] > 2 * median and wait > r["step_s"] - median
-    ]
+    waits = sum(r["waits"].get("quorum", 0.0) for r in during)
+    print(f"{len(during)} steps in {until - since:.2f} s, {waits:.3f} s waited for the lighthouse")
+    return waits / (until - since)
 
 
 def epochs(job: Job) -> set[int]:
@@ -98,7 +91,7 @@ def test_two_seconds_without_a_lighthouse_stall_no_step(tmp_path: Path) -> None:
         print(f"back {time.time() - killed_last:.2f} s after the last kill")
         assert job.lighthouse()["url"] == before["url"]
         job.ends_at(steps)
-        assert not stalled(job, began, killed_last + 1.0)
+        assert waited(job, began, killed_last + 1.0) < 0.5
         assert epochs(job) == {1}
         assert len(job.events("ReplicaStarted")) == 3, "somebody exited"
 
@@ -117,7 +110,7 @@ def test_a_lighthouse_that_hangs_stalls_no_step(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGCONT)
         job.signal(1, 0, signal.SIGKILL)
         job.ends_at(steps)
-        assert not stalled(job, began, ended)
+        assert waited(job, began, ended) < 0.5
         assert {r["epoch"] for r in job.rows("metrics.jsonl") if r["t"] <= ended} == {1}
         assert job.rows("metrics.jsonl")[-1]["contributors"] == [0, 1, 2], "nobody joined afterwards"
 
@@ -137,7 +130,7 @@ def test_the_death_of_an_elected_leader_does_not_touch_training(tmp_path: Path) 
         print(f"another one leads after {took:.2f} s")
         job.signal(2, 1, signal.SIGKILL)
         job.ends_at(steps)
-        assert not stalled(job, began, began + took)
+        assert waited(job, began, began + took) < 0.5
         assert {r["epoch"] for r in job.rows("metrics.jsonl") if r["t"] <= began + took} == {1}
         assert job.rows("metrics.jsonl")[-1]["contributors"] == [0, 1, 2]
         terms = [e["term"] for e in job.events("LighthouseElected")]

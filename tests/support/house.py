@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "statements": (40_557, 39_000),
     "lines with JavaScript": (75_231, 71_000),
     "benchmarks outside the package": (4_114, 4_114),  # statements: 4,000, and `culprits`
-    "test lines": (69_122, 66_000),  # the model checker among them
+    "test lines": (69_117, 66_000),  # the model checker among them
     "modules with code": (298, 310),
     "configuration keys": (124, 124),  # 120; `network.interfaces`, `alerts`, `train.deterministic`, `on_culprit`
     "timeouts among them": (15, 14),

@@ -11,6 +11,7 @@ With FT_HSDP_COLD_JOBS=1 each process is an interpreter of its own, as for a use
 
 import asyncio
 import atexit
+import contextlib
 import ctypes
 import io
 import multiprocessing
@@ -71,7 +72,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # the template has reaped it, and has yet to say so
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
