@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
-from pydantic.config import JsonDict, JsonValue
+from pydantic import Field, model_validator
 
 from ft_hsdp import fault_injection
 from ft_hsdp.config.base import DAY_S, Int, Number, Seconds, Section, refuse
@@ -19,63 +18,8 @@ FOR_TESTS = ("disk_full", "slow_disk", "clock", "descriptors", "memory", "garbag
 Target = Literal["fork_server", "agent", "supervisor", "lighthouse"]
 
 
-def _given(one: str) -> JsonDict:
-    """Return the schema of a mapping that has a value at `one`, and at no other moment."""
-    value: JsonDict = {"not": {"type": "null"}}
-    properties: dict[str, JsonValue] = {m: value if m == one else {"type": "null"} for m in MOMENTS}
-    return {"required": [one], "properties": properties}
-
-
-_ID: JsonDict = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_REPLICAS}
-_END: JsonDict = {"anyOf": [_ID, {"const": fault_injection.LIGHTHOUSE}]}
-_EDGE: JsonDict = {
-    "anyOf": [
-        {"type": "array", "items": _END, "minItems": 2, "maxItems": 2, "uniqueItems": True},
-        {"type": "null"},
-    ]
-}
-_VALUE: JsonDict = {"not": {"type": "null"}}
-_NEEDS: tuple[JsonDict, ...] = (
-    {  # only a STOP ends
-        "if": {
-            "properties": {"kind": {"enum": ["signal", "helper"]}, "for_s": {"exclusiveMinimum": 0}},
-            "required": ["for_s"],
-        },
-        "then": {"properties": {"signal": {"const": "STOP"}}, "required": ["signal"]},
-    },
-    {
-        "if": {"properties": {"kind": {"const": "partition"}}, "required": ["kind"]},
-        "then": {"properties": {"edge": _VALUE}, "required": ["edge"]},
-        "else": {"properties": {"edge": {"type": "null"}}},
-    },
-    {
-        "if": {"properties": {"kind": {"const": "helper"}}, "required": ["kind"]},
-        "then": {"properties": {"target": _VALUE}, "required": ["target"]},
-    },
-    {
-        "if": {"properties": {"kind": {"enum": ["flip", "reset"]}}, "required": ["kind"]},
-        "then": {"properties": {"for_s": {"const": 0}}},
-    },
-    {
-        "if": {
-            "properties": {
-                "kind": {"not": {"const": "partition"}},
-                "host": {"type": "null"},
-                "target": {"enum": [None, "agent"]},
-            }
-        },
-        "then": {"properties": {"replicas": {"minItems": 1}}, "required": ["replicas"]},
-    },
-)
-"""What a kind needs, as far as a schema can say so."""
-
-
 class ChaosConfig(Section):
     """A failure injected on purpose: once, or at a rate. docs/chaos.md describes the kinds."""
-
-    model_config = ConfigDict(
-        json_schema_extra={"oneOf": [_given(moment) for moment in MOMENTS], "allOf": [*_NEEDS]}
-    )
 
     kind: Literal["signal", "host", "helper", "partition", "reset", "flip"] = Field(
         "signal", description="what goes wrong"
@@ -88,7 +32,6 @@ class ChaosConfig(Section):
     replicas: tuple[ReplicaId, ...] = Field(
         (),
         description="ids of the replicas that are hit; with host, an empty list means all that have ranks there",
-        json_schema_extra={"uniqueItems": True},
     )
     rank: Annotated[Int, Field(ge=0, lt=MAX_RANKS)] | None = Field(
         None,
@@ -99,7 +42,7 @@ class ChaosConfig(Section):
         None, min_length=1, description="the host all of whose ranks are hit, with kind host also its state agents"
     )
     target: Target | None = Field(None, description="with helper: the process that is hit")
-    edge: Annotated[tuple[Any, ...] | None, WithJsonSchema(_EDGE)] = Field(
+    edge: tuple[Any, ...] | None = Field(
         None, description="with partition: the two ends between which no packet passes, [a, b] or [a, lighthouse]"
     )
     signal: Literal["KILL", "STOP", "TERM"] = Field("KILL", description="with signal and helper: the signal")

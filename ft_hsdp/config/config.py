@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated, NamedTuple, Self, cast
+from typing import Annotated, NamedTuple, Self
 
-from pydantic import ConfigDict, Field, model_validator
-from pydantic.config import JsonDict, JsonValue
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ft_hsdp import fault_injection
@@ -30,31 +29,13 @@ from ft_hsdp.config.timeouts import RestartConfig, TimeoutsConfig, WaitKey
 from ft_hsdp.config.training import DataConfig, LrConfig, ModelConfig, OptimConfig, TrainConfig
 from ft_hsdp.core.restart import BACKOFF_MAX_S, RestartPolicy
 
-
-def _having(section: str, key: str, value: JsonValue) -> JsonDict:
-    """Return the schema of a configuration that says `section.key: value`."""
-    there: JsonDict = {"required": [key], "properties": {key: {"const": value}}}
-    return {"required": [section], "properties": {section: there}}
-
-
 _MODULE = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
 ENTRY_PATTERN = rf"^([^\n\x00]*[^/\n\x00]\.py|{_MODULE}:[A-Za-z_][A-Za-z0-9_]*)$"
-
-
-def _with_pattern(schema: JsonDict) -> None:
-    """Put the pattern of `entry` into its schema; the check itself says in words what is allowed."""
-    text = next(each for each in cast(list[JsonDict], schema["anyOf"]) if each["type"] == "string")
-    text["pattern"] = ENTRY_PATTERN
-
-
 Module = Annotated[str, Field(pattern=rf"^{_MODULE}$")]
-_ON_GPUS = _having("train", "device", "cuda")
 
 
 class Config(Section):
     """One job. Made by `ft_hsdp.config.load`; frozen; every key has a default."""
-
-    model_config = ConfigDict(json_schema_extra={"if": _having("optim", "offload", True), "then": _ON_GPUS})
 
     job: JobConfig = Field(default_factory=JobConfig)
     replicas: Int = Field(3, ge=1, le=MAX_REPLICAS, description="replicas, each with a whole model")
@@ -85,7 +66,6 @@ class Config(Section):
     hosts: HostsConfig = Field(default_factory=HostsConfig)
     entry: str | None = Field(
         None,
-        json_schema_extra=_with_pattern,
         description="what each rank runs: a Python script, such as my_train.py, or module:function; null: the "
         "built-in trainer",
     )

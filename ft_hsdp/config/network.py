@@ -6,7 +6,7 @@ import ipaddress
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from ft_hsdp.config.base import Int, Number, PathText, Section, refuse
 
@@ -88,13 +88,6 @@ class NetworkConfig(Section):
 class LighthouseConfig(Section):
     """The lighthouse: where it keeps what must outlive it, and what it shows."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "if": {"properties": {"count": {"minimum": 2}}, "required": ["count"]},
-            "then": {"properties": {"etcd": {"minItems": 1}}, "required": ["etcd"]},
-        }
-    )
-
     etcd: tuple[str, ...] = Field(
         (),
         max_length=16,
@@ -120,15 +113,6 @@ WEBHOOK = "a URL (it may be a secret, and is not shown)"
 
 class AlertConfig(Section):
     """Whom the lighthouse tells what needs people: a webhook, or a program (docs/lighthouse.md)."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [
-                {"required": ["url"], "properties": {"url": {"not": {"type": "null"}}}},
-                {"required": ["command"], "properties": {"command": {"minItems": 1}}},
-            ]
-        }
-    )
 
     url: str | None = Field(
         None,

@@ -23,7 +23,6 @@ class JobConfig(Section):
         "run",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
         description="names the folder of the run",
-        json_schema_extra={"not": {"enum": [".", ".."]}},
     )
     runs_dir: PathText = Field("runs", description="folder that holds a folder per run")
 
