@@ -57,14 +57,14 @@ class _Loader(yaml.SafeLoader):
         return number
 
 
-class _Dumper(yaml.SafeDumper):
+class YamlDumper(yaml.SafeDumper):
     """Writes what `_Loader` reads: text that looks like 1e-3 gets quotes."""
 
 
 _Loader.add_constructor(_INT_TAG, _Loader.construct_number)
 _Loader.add_constructor(_FLOAT_TAG, _Loader.construct_number)
 _Loader.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+0123456789"))
-_Dumper.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+0123456789"))
+YamlDumper.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+0123456789"))
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -116,7 +116,7 @@ def parse(document: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
 def dump(config: Config) -> str:
     """Return `config` as YAML with all defaults; `load` makes an equal configuration of it."""
     text: str = yaml.dump(
-        config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
+        config.model_dump(), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, default_flow_style=False
     )
     return text
 

@@ -17,11 +17,11 @@ from ft_hsdp.launch.render import pod
 from ft_hsdp.launch.render.pod import CONFIG, Tree, label
 from ft_hsdp.launch.render.settings import (
     COMMAND,
-    CommentedValue,
     Shape,
     Site,
     check,
     in_pods,
+    note,
     shape,
     spread,
 )
@@ -67,17 +67,12 @@ def jobset(config: Config, site: Site) -> str:
         "kind": "JobSet",
         "metadata": pod.metadata(name, site.namespace, name),
         "spec": {
-            "network": CommentedValue(
-                f"the lighthouse is {name}-lighthouse-0-0.{name}, also after its pod was replaced",
-                {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            ),
-            "successPolicy": CommentedValue(
-                f"the lighthouse ends when each {layout.part} has ended",
-                {"operator": "All", "targetReplicatedJobs": [layout.part]},
-            ),
-            "failurePolicy": CommentedValue(
-                "a Job fails only on a refused configuration, and a restart would not help", {"maxRestarts": 0}
-            ),
+            **note(f"the lighthouse is {name}-lighthouse-0-0.{name}, also after its pod was replaced"),
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            **note(f"the lighthouse ends when each {layout.part} has ended"),
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": [layout.part]},
+            **note("a Job fails only on a refused configuration, and a restart would not help"),
+            "failurePolicy": {"maxRestarts": 0},
             "replicatedJobs": [
                 _lighthouse(site, name, secret, runs, where),
                 _nodes(config, site, layout, name, secret, where),
@@ -123,7 +118,7 @@ def _nodes(config: Config, site: Site, layout: Shape, name: str, secret: str, wh
     )
     stop_s = math.ceil(config.timeouts.stop_s) + LEAVE_S
     why = "after SIGTERM a rank leaves when its step is committed, within timeouts.stop_s"
-    first = {"restartPolicy": "Never", "terminationGracePeriodSeconds": CommentedValue(why, stop_s)}
+    first = {"restartPolicy": "Never", **note(why), "terminationGracePeriodSeconds": stop_s}
     placed = {} if alone else {"affinity": pod.apart(name)}
     template = pod.template(name, container, site.claim, memory, **first, **placed)
     job = {"parallelism": 1, "completions": 1, **_retries(layout), "template": template}
@@ -140,14 +135,15 @@ def _retries(layout: Shape) -> Tree:
     refused = {"containerName": layout.part, "operator": "In", "values": [EXIT_CONFIG]}
     disrupted = {"type": "DisruptionTarget", "status": "True"}
     rules = [
-        CommentedValue("the configuration was refused", {"action": "FailJob", "onExitCodes": refused}),
-        CommentedValue(
-            "the pod was preempted or drained, or its node was lost",
-            {"action": "Ignore", "onPodConditions": [disrupted]},
-        ),
+        {**note("the configuration was refused"), "action": "FailJob", "onExitCodes": refused},
+        {
+            **note("the pod was preempted or drained, or its node was lost"),
+            "action": "Ignore",
+            "onPodConditions": [disrupted],
+        },
     ]
     text = "else the pod is replaced without a limit, each time after a longer delay of up to 6 minutes"
-    return {"backoffLimit": CommentedValue(text, NO_LIMIT), "podFailurePolicy": {"rules": rules}}
+    return {**note(text), "backoffLimit": NO_LIMIT, "podFailurePolicy": {"rules": rules}}
 
 
 def _environment(secret: str, labels: Mapping[str, str] = NOTHING) -> list[Tree]:

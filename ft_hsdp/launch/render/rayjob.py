@@ -16,10 +16,10 @@ from ft_hsdp.launch.render import pod
 from ft_hsdp.launch.render.pod import CONFIG, Tree, label
 from ft_hsdp.launch.render.settings import (
     COMMAND,
-    CommentedValue,
     Site,
     check,
     in_pods,
+    note,
 )
 from ft_hsdp.train.identity import HOST_VARIABLE
 
@@ -58,13 +58,14 @@ def rayjob(config: Config, site: Site) -> str:
             "entrypoint": shlex.join(entrypoint),
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": KEEP_S,
-            "backoffLimit": CommentedValue("only an operator starts the whole job again on a new cluster", 0),
-            "submitterPodTemplate": CommentedValue(
-                "KubeRay's default pod has more rights than this one", {"spec": _submitter(site)}
-            ),
+            **note("only an operator starts the whole job again on a new cluster"),
+            "backoffLimit": 0,
+            **note("KubeRay's default pod has more rights than this one"),
+            "submitterPodTemplate": {"spec": _submitter(site)},
             "rayClusterSpec": {
                 "rayVersion": RAY_VERSION,
-                "authOptions": CommentedValue("KubeRay creates the token and its Secret", {"mode": "token"}),
+                **note("KubeRay creates the token and its Secret"),
+                "authOptions": {"mode": "token"},
                 "headGroupSpec": _head(site, name, runs),
                 "workerGroupSpecs": _groups(config, site, name),
             },
@@ -88,7 +89,7 @@ def _head(site: Site, name: str, runs: str) -> Tree:
     """Return the head: it runs Ray's services, the driver and the lighthouse, but no ranks."""
     container = pod.container("ray-head", site.image, resources=pod.resources(2, 0, 8))
     template = pod.template(name, container, runs)
-    return {"rayStartParams": CommentedValue("no ranks are placed here", {"num-cpus": "0"}), "template": template}
+    return {**note("no ranks are placed here"), "rayStartParams": {"num-cpus": "0"}, "template": template}
 
 
 def _groups(config: Config, site: Site, name: str) -> list[Tree]:
@@ -125,7 +126,7 @@ def _workers(config: Config, site: Site, name: str, each: int, zone: str | None)
     )
     placed = {} if zone is None else {"nodeSelector": {"topology.kubernetes.io/zone": zone}}
     return {
-        **({"labels": CommentedValue("for Ray", labels)} if labels else {}),
+        **({**note("for Ray"), "labels": labels} if labels else {}),
         "rayStartParams": {
             "num-cpus": str(math.ceil(cpus)),
             **({"resources": shlex.quote(json.dumps(told))} if told else {}),

@@ -6,15 +6,18 @@ changed so that the job's parts can start on several machines.
 
 from __future__ import annotations
 
-import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import yaml
+
 from ft_hsdp.config import Config, NetworkConfig, TimeoutsConfig
 from ft_hsdp.config.entry import is_function
+from ft_hsdp.config.loader import YamlDumper
 from ft_hsdp.config.network import WEBHOOK
 from ft_hsdp.errors import ConfigError
 
@@ -202,33 +205,39 @@ def dump(config: Config) -> str:
     for name in config.ray.runtime_env.get("env_vars") or ():
         if _SECRET.search(str(name)):
             raise ConfigError("ray.runtime_env", str(name), "no secrets: give them to the pods in a Secret")
-    return document(_commented(config.model_dump(exclude_defaults=True))) or "{}\n"
-
-
-def _commented(keys: dict[str, Any]) -> dict[str, Any]:
-    """Add comments to the keys that `spread` changes."""
+    keys = config.model_dump(exclude_defaults=True)
     for section, key, value, why in (
         ("network", "host", "0.0.0.0", "a replica listens at the address from which it reaches the lighthouse"),
         ("timeouts", "reach_s", REACH_S, "the parts of the job start when there is room for them"),
     ):
         if keys.get(section, {}).get(key) == value:
-            keys[section][key] = CommentedValue(why, value)
-    return keys
+            keys[section] = {**note(why), **keys[section]}
+    return document(keys) or "{}\n"
 
 
-_PLAIN = re.compile(r"[A-Za-z/](?:[A-Za-z0-9_./-]|:(?=[A-Za-z0-9_./-]))*")
-_WORDS = frozenset(["y", "n", "yes", "no", "true", "false", "on", "off", "null", "nan", "inf"])
+_COMMENT = re.compile(r"(?m)^( *(?:- )?)'(# .*)': null$")
 
 
-@dataclass(frozen=True, slots=True)
-class CommentedValue:
-    text: str  # the comment; it may have several lines
-    value: Any
+class _Dumper(YamlDumper):
+    """Writes texts of several lines as blocks, and nothing by reference; to some readers y is a truth value."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^[yYnN]$"), list("yYnN"))
 
 
 def document(value: Mapping[str, Any]) -> str:
-    """Return `value` as a YAML document, keys in their order, with a newline at the end."""
-    return "".join(f"{line}\n" for line in _lines(value, ""))
+    """Return `value` as a YAML document, keys in their order, with a newline at the end; "" if it is empty."""
+    if not value:
+        return ""
+    text: str = yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
+    return _COMMENT.sub(lambda found: found[1] + found[2].replace("''", "'"), text)
 
 
 def comment(text: str) -> str:
@@ -236,39 +245,6 @@ def comment(text: str) -> str:
     return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
 
 
-def scalar(value: object) -> str:
-    """Return `value` on one line; text that could be read as another type gets quotes."""
-    if isinstance(value, str):
-        plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
-        return value if plain else json.dumps(value, ensure_ascii=False)
-    if isinstance(value, float):
-        digits = repr(value)
-        return digits if "." in digits else digits.replace("e", ".0e")  # some readers take 1e-08 for text
-    return json.dumps(value)
-
-
-def _lines(value: Mapping[str, Any] | Sequence[Any], indent: str) -> Iterator[str]:
-    """Yield the lines of a mapping or a list that is not empty."""
-    pairs = value.items() if isinstance(value, Mapping) else ((None, each) for each in value)
-    for key, each in pairs:
-        if isinstance(each, CommentedValue):
-            yield from (f"{indent}# {line}" for line in each.text.splitlines())
-            each = each.value
-        head = "-" if key is None else f"{scalar(key)}:"
-        if isinstance(each, str) and "\n" in each:
-            yield f"{indent}{head} |{'' if each.endswith(chr(10)) else '-'}"
-            yield from (f"{indent}  {line}" if line else "" for line in each.splitlines())
-        elif isinstance(each, Mapping | Sequence) and not isinstance(each, str) and each:
-            inside = list(_lines(each, f"{indent}  "))
-            if key is None and isinstance(each, Mapping) and not inside[0].lstrip().startswith("#"):
-                yield f"{indent}- {inside[0].lstrip()}"
-                yield from inside[1:]
-            else:
-                yield f"{indent}{head}"
-                yield from inside
-        elif isinstance(each, Mapping):
-            yield f"{indent}{head} {{}}"
-        elif isinstance(each, Sequence) and not isinstance(each, str):
-            yield f"{indent}{head} []"
-        else:
-            yield f"{indent}{head} {scalar(each)}"
+def note(text: str) -> dict[str, None]:
+    """Return a comment as keys of a mapping: `document` writes it before the next key."""
+    return dict.fromkeys(comment(text).splitlines())

@@ -20,7 +20,7 @@ from ft_hsdp.launch.render import settings
 from ft_hsdp.launch.render.jobset import jobset
 from ft_hsdp.launch.render.pod import LONGEST, label
 from ft_hsdp.launch.render.rayjob import rayjob
-from ft_hsdp.launch.render.settings import CommentedValue, Site, document
+from ft_hsdp.launch.render.settings import Site, document, note
 from tests.support.refused import refused
 
 ROOT = Path(__file__).parents[3]
@@ -250,10 +250,11 @@ def test_a_document_is_read_as_it_was_meant(tree: dict[str, Any]) -> None:
 
 def test_comments_stand_above_what_they_are_about() -> None:
     tree = {
-        "a": CommentedValue("why", 1),
-        "b": [CommentedValue("two\nlines", {"c": 2}), {"d": CommentedValue("first", 3)}],
+        **note("why it's so"),
+        "a": 1,
+        "b": [{**note("two\nlines"), "c": 2}, {**note("first"), "d": 3}],
     }
-    assert re.findall("# .*", document(tree)) == ["# why", "# two", "# lines", "# first"]
+    assert re.findall("# .*", document(tree)) == ["# why it's so", "# two", "# lines", "# first"]
     assert yaml.safe_load(document(tree)) == {"a": 1, "b": [{"c": 2}, {"d": 3}]}
 
 
