@@ -124,7 +124,6 @@ def forgiving(descriptor: int, *, patient: bool = False) -> TextIO:
     """Return a line-buffered text file at ``descriptor`` that raises no error.
 
     Args:
-        descriptor: Of the open file.
         patient: Whether a write returns within a moment, also if nobody reads, as after Ctrl-S, or a disk
             hangs. `drain` it at the end.
     """

@@ -71,8 +71,6 @@ def begin(
     """Lead the job in ``run``, in a term of its own.
 
     Args:
-        store: Keeps the durable state; it is loaded here.
-        database: Keeps the rows of the journal.
         gap: How many row numbers to leave out, as in `JobJournal`.
         url: Where the job's page is, without a key.
         events: Takes each event of the lighthouse, as a row of its events.jsonl.

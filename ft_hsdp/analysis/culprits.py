@@ -114,11 +114,7 @@ def _groups(heard: Mapping[RankId, Heard]) -> dict[str, _Group]:
 
 
 def find(heard: Mapping[RankId, Heard]) -> Diagnosis:
-    """Return who keeps a job waiting that has stopped.
-
-    Args:
-        heard: All ranks of the job.
-    """
+    """Return who keeps a job waiting that has stopped."""
     return _Stopped(heard).diagnosis()
 
 

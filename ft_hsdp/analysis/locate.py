@@ -90,7 +90,6 @@ class RunPlaces:
         """Return who held a parameter, by steps.
 
         Args:
-            name: Of the parameter.
             element: The indices of an element of it; None: all of it.
             commits: Those that lasted, by step.
             lives: Of each replica, by the lineage of a commit, the incarnation that applied it.

@@ -32,7 +32,6 @@ def worth(
     Args:
         holders: the hosts that hold each rank's shard.
         replicas: that go on if one is lost.
-        assumptions: rates and times.
         every: steps between two states of which copies are made.
         in_memory: seconds between two such states, and in which a host reads its part of one.
         stored: seconds between two checkpoints, and in which one is written or read.

@@ -43,7 +43,6 @@ def refuse(key: str, value: object, allowed: str) -> PydanticCustomError:
 
     Args:
         key: relative to the section that raises the error; "" if the value is the key's own.
-        value: what the user gave.
         allowed: what may stand there, in words.
 
     Returns:

@@ -30,11 +30,6 @@ def schema_of(model: type[BaseModel]) -> Schema:
 def explain(error: ValidationError, model: type[BaseModel], given: object) -> ConfigError:
     """Return the first problem in a validation error.
 
-    Args:
-        error: of pydantic.
-        model: the model that was validated.
-        given: the document.
-
     Returns:
         The error to raise.
     """
@@ -58,11 +53,6 @@ def unknown_key(path: Sequence[int | str], model: type[BaseModel], value: object
     """Return the error for a key that does not exist; it names the nearest key that does.
 
     Of a wait that follows a key it names that key.
-
-    Args:
-        path: of the key.
-        model: of the whole document.
-        value: what the user gave.
 
     Returns:
         The error to raise.

@@ -193,7 +193,6 @@ class Reporter:
 
     Args:
         source: the incarnation, or "supervisor".
-        tell: delivers a message.
         beat: returns this rank's sign of life; None: it gives none.
     """
 

@@ -97,7 +97,6 @@ class Exchange:
     It never waits.
 
     Args:
-        order: what is summed.
         plan: how the message is cut into chunks.
         position: index of this member in the ring.
         job: the data plane's part: copies and adds the chunks.
@@ -245,7 +244,6 @@ class Ring:
         position: index of this member.
         receiver: edge from the left neighbour; None in a ring of one.
         sender: edge to the right neighbour; None in a ring of one.
-        plane: copies and adds the chunks.
         settings: sizes by which messages are cut.
     """
 

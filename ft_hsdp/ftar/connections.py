@@ -199,7 +199,6 @@ def hello(identity: MemberIdentity, grant: Grant, host: str, offers: tuple[str, 
     """Build the first message of an edge.
 
     Args:
-        identity: this member.
         grant: the signed grant of the ring.
         host: id of this machine.
         offers: transports that this member can use, best first.

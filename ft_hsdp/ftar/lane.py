@@ -191,7 +191,6 @@ class LaneMember:
         Returns at once.
 
         Args:
-            grant: the membership.
             freed: what is waited for first: until then lanes that ended may write into the tensors of their works.
 
         Raises:

@@ -102,9 +102,7 @@ class FaultTolerantMixin(Behind):
         A collective of the replica's ranks.
 
         Args:
-            *args: The Trainer's own.
             job: What `ft_hsdp.join` has returned. Join before `TrainingArguments` are made.
-            **kwargs: The Trainer's own.
 
         Raises:
             ConfigError: An argument asks for what a job cannot do, or the model cannot be adopted.
@@ -133,7 +131,6 @@ class FaultTolerantMixin(Behind):
 
         Args:
             resume_from_checkpoint: None or False: the job resumes by itself.
-            **kwargs: As in `transformers.Trainer`.
 
         Returns:
             The Trainer's `TrainOutput`; numbers of samples, seconds and operations are those of this process.
@@ -206,10 +203,6 @@ class FaultTolerantMixin(Behind):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the optimizer and its scheduler, and give both to the job; the commits step them.
-
-        Args:
-            *args: As in `transformers.Trainer`.
-            **kwargs: As in `transformers.Trainer`.
 
         Returns:
             What shows them to the Trainer.
@@ -321,10 +314,6 @@ class FaultTolerantMixin(Behind):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict as the Trainer does; the other replicas do not take it for a hang.
 
-        Args:
-            *args: As in `transformers.Trainer`.
-            **kwargs: As in `transformers.Trainer`.
-
         Returns:
             The Trainer's `EvalLoopOutput`.
         """
@@ -338,7 +327,6 @@ class FaultTolerantMixin(Behind):
 
         Args:
             output_dir: A directory; None takes ``args.output_dir``.
-            _internal_call: As in `transformers.Trainer`.
         """
         target = Path(output_dir or self.args.output_dir)
         state = self.job.full_state_dict()

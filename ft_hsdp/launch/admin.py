@@ -45,8 +45,6 @@ def order(
     The admin's token is read from the run's admin_token, or else from the environment.
 
     Args:
-        run: The run's directory.
-        action: The order.
         replica: With evict, and with drain and undrain unless there is a host: the replica.
         reason: For the job's journal.
         force: With drain and scale: even below quorum.min_replicas, or without a spare host.

@@ -74,15 +74,10 @@ class HostAgent:
         """Make the agent; nothing is started or reported before `run`. May look up network.host.
 
         Args:
-            config: The job's configuration.
-            run: The run's directory.
-            ranks: Starts ranks on this machine.
-            client: Of the lighthouse.
             path: Of the host, as `agent_path` has it.
             replica: Whose ranks alone it takes, and all of them; None: those of each.
             home: The replica, and the place in it, that the host has first; None: it is spare.
             only: Replicas whose ranks it takes, and which know the host by another name; (): those of each.
-            emit: Takes each event.
             say: Takes lines for people.
             news: Takes each answer of the lighthouse.
             may_start: Waits until a replica may start; None: each may at once.

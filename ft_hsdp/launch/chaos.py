@@ -67,10 +67,8 @@ def injection_of(config: ChaosConfig, replica: int | None, any_rank: int, reason
     """Return the injection that a rule asks for.
 
     Args:
-        config: The rule.
         replica: The replica that it hits now; None if the kind does not hit a replica.
         any_rank: The rank that is hit if the kind hits one rank, and the rule names none.
-        reason: Of the event.
     """
     c, rank = config, config.rank
     if rank is None and c.host is None and c.kind in ("signal", "host"):
@@ -103,13 +101,6 @@ class Planner:
     """Decides which injections are due. It is deterministic: equal calls give equal answers."""
 
     def __init__(self, rules: Sequence[ChaosConfig], ranks: int, slots: int = 64) -> None:
-        """Make the plan.
-
-        Args:
-            rules: `chaos` of the configuration.
-            ranks: Number of ranks of a replica.
-            slots: The largest number of replicas.
-        """
         self._ranks = ranks
         self._slots = slots
         self._began: float | None = None  # time of the first call with a committed step
@@ -123,9 +114,7 @@ class Planner:
         A replica that does not run cannot be hit: a rule that hits once waits for it, a rule with a rate skips it.
 
         Args:
-            committed: The newest committed step.
             now: Time in seconds, from any origin.
-            running: The replicas that run.
         """
         if self._began is None and committed > 0:
             self._began = now

@@ -41,9 +41,6 @@ BREACH = 1  # exit code of `verify` for a run that breaks the protocol
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    Args:
-        argv: The arguments; None: those of this process.
-
     Returns:
         The exit code as in `ft_hsdp.errors`; 130 after Ctrl-C; 1 from `verify` if the run breaks the protocol.
     """

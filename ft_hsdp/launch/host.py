@@ -38,7 +38,6 @@ def host(config: Config, url: str | None, holder: int, again: bool) -> int:
     Blocks.
 
     Args:
-        config: The job's configuration.
         url: The address of a lighthouse, or several after commas, as `replica` takes it.
         holder: The descriptor of the socket to this process's holder.
         again: An earlier agent had joined the job: this one waits for a lighthouse without a limit.
@@ -62,8 +61,6 @@ def replica(config: Config, replica_id: int, url: str | None, holder: int | None
     Under torchrun (RANK is set) this process is one of its ranks, else the agent of a host for this replica alone.
 
     Args:
-        config: The job's configuration.
-        replica_id: The replica.
         url: The address of a lighthouse, or several after commas. It needs FT_HSDP_TOKEN in the environment. None:
             as in the run directory.
         holder: The descriptor of the socket to this process's holder; None under torchrun.

@@ -53,7 +53,6 @@ def injection_event(injection: Injection, pid: int | None, incarnations: list[st
     """Return the event that reports an injection.
 
     Args:
-        injection: The injection.
         pid: Of the process that it hits, if it hits one.
         incarnations: The names of the incarnations that it hits.
         now: Unix time.

@@ -60,14 +60,7 @@ class Replicas(ABC):
     """What runs the replicas of a job, on this machine or on a cluster."""
 
     def __init__(self, config: Config, run: RunDir, progress: Progress, emit: Callable[[Row], None]) -> None:
-        """Prepare; nothing is started before `open`.
-
-        Args:
-            config: The job's configuration.
-            run: The run's directory.
-            progress: Of the job; it takes the lighthouse's news.
-            emit: Takes each event.
-        """
+        """Prepare; nothing is started before `open`."""
         self._config = config
         self._run = run
         self._progress = progress
@@ -87,11 +80,7 @@ class Replicas(ABC):
 
     @abstractmethod
     async def run(self, urls: tuple[str, ...]) -> None:
-        """Run all replicas until none has a part in the job any more.
-
-        Args:
-            urls: The addresses of the lighthouses.
-        """
+        """Run all replicas until none has a part in the job any more."""
 
     @abstractmethod
     def running(self) -> list[int]:
@@ -153,12 +142,6 @@ def start_run(config: Config) -> RunDir:
 def run_job(config: Config, run: RunDir, replicas: MakeReplicas, stream: TextIO) -> tuple[int, Summary | None]:
     """Run a job in a directory of `start_run` until every replica is done. Blocks.
 
-    Args:
-        config: The job's configuration.
-        run: Its run directory.
-        replicas: Makes what runs its replicas.
-        stream: Where the progress is shown.
-
     Returns:
         The exit code of `launcher.py up`, and the summary if there is one.
     """
@@ -180,10 +163,6 @@ class JobRun:
         """Make the job; nothing is started before `run`.
 
         Args:
-            config: The job's configuration.
-            run: Its run directory.
-            terminal: Shows the progress.
-            replicas: Makes what runs the replicas.
             lighthouse: The module that runs as a lighthouse.
         """
         assert run.claim is not None, "start_run made the run"

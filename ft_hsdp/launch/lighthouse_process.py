@@ -49,9 +49,7 @@ class LighthouseProcess:
         """Make the keeper of a lighthouse; `start` starts the process.
 
         Args:
-            run: The run's directory.
             config: The job's configuration: where it listens, and how long it may take and be silent.
-            emit: Called with each event.
             module: The module that runs as the lighthouse.
             seat: Its number among several lighthouses; None for the only one.
         """
@@ -232,9 +230,6 @@ class LighthouseFleet:
         """Make the lighthouses; `start` starts their processes.
 
         Args:
-            run: The run's directory.
-            config: The job's configuration.
-            emit: Called with each event.
             module: The module that runs as a lighthouse.
         """
         seats = range(config.lighthouse.count) if config.lighthouse.etcd else (None,)

@@ -35,7 +35,6 @@ def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | 
     """Run a job on this machine until every replica is done. Blocks.
 
     Args:
-        config: The job's configuration.
         stream: Where the progress is shown; None: stdout.
 
     Returns:
@@ -120,10 +119,6 @@ class LocalReplicas(Replicas):
         """Prepare, as `Replicas` does.
 
         Args:
-            config: The job's configuration.
-            run: The run's directory.
-            progress: Of the job.
-            emit: Takes each event.
             entry: What runs in a rank, as in `ForkServer`.
             preload: The modules that the fork server imports before those of the configuration.
         """

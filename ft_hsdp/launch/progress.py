@@ -62,8 +62,6 @@ class Progress(Changes):
         """Take news of the job, and wake waiting tasks if something changed. Older news changes nothing.
 
         Args:
-            step: A committed step.
-            finished: The job has its final state.
             halted: Why the job cannot go on; "" if it can.
         """
         before = (self.step, self.finished, self.halted)

@@ -39,7 +39,6 @@ def check(config: Config, steps: int | None, together: bool) -> dict[str, Any]:
     """Try this host. Blocks for as long as the steps take, twice.
 
     Args:
-        config: The job's configuration.
         steps: How many; None: `STEPS`.
         together: Whether the ranks of this host are one replica; else each trains alone.
 

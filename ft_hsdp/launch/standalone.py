@@ -47,7 +47,6 @@ def lighthouse(config: Config, url: str | None = None) -> int:
     has not ended is continued. A new one takes the token of the environment, if there is one.
 
     Args:
-        config: The job's configuration.
         url: The address at which others reach it; None: where it listens.
 
     Raises:
@@ -100,9 +99,7 @@ def enter(config: Config, url: str | None, reach_s: float) -> tuple[RunDir, tupl
     """Find the lighthouse of a job whose processes are started one by one, and its run directory here. Blocks.
 
     Args:
-        config: The job's configuration.
         url: As `host.replica` takes it.
-        reach_s: Longest wait for the lighthouse, in seconds.
 
     Returns:
         The run's directory, the addresses of its lighthouses, and the claim on the directory if it was taken.
@@ -125,7 +122,6 @@ def claimed(claim: Claim | None, run: RunDir, work: Callable[[Claim], Coroutine[
 
     Args:
         claim: The claim; None: it is not taken yet.
-        run: The run's directory.
         work: Makes the coroutine.
     """
     if claim is None:
@@ -151,7 +147,6 @@ async def alone(name: str, take: Callable[[], Awaitable[object]], *, waits: bool
     """Become the agent of a host of a job.
 
     Args:
-        name: Of the host.
         take: Takes the `name_of_agent`; nothing is returned if another process has it.
         waits: Stand by while another process has it, without an end.
 
@@ -172,9 +167,7 @@ def wait_for_lighthouse(run: RunDir, trusted: tls.Trusted, timeout_s: float) -> 
     """Wait until a lighthouse of a run answers, and return the addresses of all of them. Blocks.
 
     Args:
-        run: The run's directory.
         trusted: Whose certificates are accepted.
-        timeout_s: Longest wait, in seconds.
 
     Raises:
         LighthouseUnreachable: None answers in time.

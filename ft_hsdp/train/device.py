@@ -103,7 +103,6 @@ def local_cpus(gpu: Any, system: Path = Path("/sys")) -> set[int]:
 
     Args:
         gpu: Its properties, as torch has them, with its PCI address.
-        system: Where sysfs is mounted.
     """
     place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     try:

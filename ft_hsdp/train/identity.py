@@ -106,9 +106,6 @@ def begin(
     that is this rank's task and there is none.
 
     Args:
-        config: The job's configuration.
-        place: Of this rank.
-        incarnation: Of its replica.
         starter: Of the state agent, if it was started before (`early_agent`).
     """
     replica = incarnation.replica
@@ -152,9 +149,6 @@ def early_agent(config: Config, run: Path, replica: int, main: AgentMain) -> Sta
     To be called before anything of the user's runs: the agent would keep its memory.
 
     Args:
-        config: The job's configuration.
-        run: The run's directory.
-        replica: The replica.
         main: `state.agent.server.main`.
 
     Returns:

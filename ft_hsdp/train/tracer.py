@@ -122,7 +122,6 @@ class Tracer:
     """Makes the traces of one rank. Used on the control loop; `voted` from any thread.
 
     Args:
-        replica: Its id.
         clock: Monotonic seconds.
         unix: Unix seconds.
     """

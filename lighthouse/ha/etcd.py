@@ -54,7 +54,6 @@ class Etcd:
         endpoints: URLs. An https endpoint must have a certificate that this machine trusts.
         timeout_s: A call takes at most about this long, over all endpoints.
         user: For a cluster that wants a login; "": none.
-        password: The user's.
     """
 
     def __init__(self, endpoints: tuple[str, ...], timeout_s: float, user: str = "", password: str = "") -> None:

@@ -62,7 +62,6 @@ class Suspects:
         Args:
             known: Returns all ranks of the job.
             quiet_s: Seconds since the newest step was committed.
-            typical_s: A usual step, in seconds.
         """
         if quiet_s <= QUIET_S:
             over, self._told, self._before = self._told, set(), set()

@@ -166,8 +166,6 @@ class ProcessGroupFTAR(ProcessGroup):
         Args:
             store_addr: "host:port/prefix" of torchft's store, with a prefix that was never used before.
             replica_id: Not used.
-            rank: This rank within the quorum.
-            world_size: The number of ranks in the quorum.
             quorum_id: Not used: a restarted lighthouse begins again at 1.
             group_rank: Not used.
             group_world_size: Not used.

@@ -115,8 +115,6 @@ def connect_gloo(
 
     Args:
         store: With a prefix that was never used before.
-        rank: This rank.
-        size: The number of ranks.
         patience: How long to wait.
         timeout: Of the group's collectives.
         lost: Says that a rank is gone.

@@ -142,7 +142,6 @@ class StreamReceiver:
         socks: the connections, in the same order as at the sender.
         slots: chunks in flight over all connections.
         member: replica at the other end, which errors name as the suspect.
-        codec: unpacks the payloads.
         name: prefix of the names of the threads.
         threaded: receive large chunks on threads, one for each connection.
 

@@ -220,7 +220,6 @@ class StreamSender:
         socks: the connections; they share the slots.
         slots: chunks in flight over all connections.
         member: replica at the other end, which errors name as the suspect.
-        codec: packs the payloads.
         name: prefix of the names of the threads.
         threaded: send large chunks on threads, one for each connection; else only what the kernel does not take
             at once.

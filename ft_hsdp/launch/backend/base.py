@@ -54,12 +54,8 @@ class Forks(Protocol):
         """Fork a rank and return its pid.
 
         Args:
-            env: Added to the environment.
             config: The YAML file that it loads.
-            log: Takes its stdout and stderr.
-            on_exit: Called once when it is gone.
             assignment: Its incarnation; None for a spare's rank, which gets warm and waits for `assign`.
-            on_warm: Called when it waits.
 
         Raises:
             Retryable: It cannot be forked, is not in time, or the fork server dies meanwhile.
@@ -121,7 +117,6 @@ class WorkerGroup:
         """Make a group without processes.
 
         Args:
-            size: Number of ranks.
             config: The YAML file that they load.
             spec: The incarnation; None for a spare.
             number: The number of the spare, from 1; 0 for an incarnation.
@@ -198,9 +193,6 @@ def assignment(
     """Return the message that assigns a rank to ``spec``: its `IncarnationId`, its log and the hosts.
 
     Args:
-        spec: The incarnation.
-        rank: The rank.
-        run: The run's directory.
         hosts: On which the replica was placed: the name of each rank's host; (): its ranks do not compare them.
         host: The name of this rank's host, if its machine stands for several; "": its process knows it.
     """

@@ -49,10 +49,8 @@ class Child:
         """Watch a rank.
 
         Args:
-            pid: Of the rank, a child of this process.
             line: This process's end of its socket.
             exited: Called once with its exit code, which is negative for a signal.
-            warm: Called when it waits for its incarnation.
 
         Raises:
             OSError: It cannot be watched: there is no descriptor left.

@@ -60,9 +60,7 @@ def main(
     """Run one rank, of a replica that is known or will be assigned.
 
     Args:
-        config: The job's configuration.
         replica: The replica's id, or where this process hears of its incarnation.
-        run: The run's directory.
         recorded: The steps that it repeats, if this is a replay; or how it is tried (`sdc-check`).
 
     Returns:

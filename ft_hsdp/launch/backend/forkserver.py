@@ -150,7 +150,6 @@ class ForkServer:
         """Make the fork server of a run; nothing is started before `start` or `spawn`.
 
         Args:
-            run: The run's directory.
             entry: "module:function" with the signature of `ft_hsdp.launch.backend.entry.main`.
             preload: Modules to import before the first fork.
             boot_s: Longest time for that, in seconds.

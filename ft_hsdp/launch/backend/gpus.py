@@ -18,7 +18,6 @@ def check_device(config: Config, hosts: int = 1) -> str:
     """Return in words the device on which ranks compute.
 
     Args:
-        config: The job's configuration.
         hosts: Over how many machines the ranks of a replica are spread evenly.
 
     Raises:
@@ -53,7 +52,6 @@ async def free_gpus(
     """Return a GPU for each rank that no other agent of this machine uses; all of them if too few are free.
 
     Args:
-        gpus: Those of this machine.
         ranks: How many ranks may run here at once, those of spares among them.
         take: Takes a name on this machine until the host ends; nothing is returned if another process has it.
         say: Takes lines for people.

@@ -136,11 +136,6 @@ def tell(
     """Write down why this rank ends; an error of the disk loses it.
 
     Args:
-        run: The run's directory.
-        replica: Of the rank.
-        rank: This one.
-        incarnation: Its name.
-        error: That ends it.
         cause: What is to blame; None: as `cause_of` says.
     """
     while _spare_descriptors:

@@ -80,9 +80,7 @@ class HeldRanks(Changes):
         """Begin without processes.
 
         Args:
-            assigned: What was assigned.
             config: The YAML file that the ranks load.
-            run: The run's directory.
             changed: Called after each end.
             emit: Takes the event of a rank that ended by itself.
             evidence: Says in one line that this machine's hardware is broken; "": nothing says so.
@@ -256,8 +254,6 @@ class LocalRanks:
         """Make it; nothing is started.
 
         Args:
-            config: The job's configuration.
-            run: The run's directory.
             forks: From which ranks are forked; `close` closes it.
             gpus: On which ranks compute; (): on the CPU.
             file: The YAML file that ranks load; None: that of the run.
@@ -291,7 +287,6 @@ class LocalRanks:
 
         Args:
             held: What a host was assigned. It hears of each start and end, and says how that was done.
-            host: The name of the host.
             named: The ranks are told the names of the replica's hosts.
 
         Raises:

@@ -43,10 +43,6 @@ class SparePool(Changes):
         """Make the pool; the first spare is made when a replica trains.
 
         Args:
-            wanted: How many spares.
-            folder: Of their files.
-            fork: Starts the ranks of one.
-            emit: Takes each event.
             quiet_s: How long no replica may have started before a spare is made, in seconds.
             first: The number before that of the first one.
         """

@@ -123,8 +123,6 @@ def examine(
     """Run all checks that apply, and return their findings. Blocks for up to `deadline_s`.
 
     Args:
-        subject: What is examined.
-        checks: The checks.
         deadline_s: A check that takes longer is undecided; its thread is left alone.
     """
     until = time.monotonic() + deadline_s

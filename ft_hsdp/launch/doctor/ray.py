@@ -111,7 +111,6 @@ def place(asked: PlacementRequest, nodes: Sequence[Node]) -> bool:
     """Take a replica's resources from the nodes, as Ray would.
 
     Args:
-        asked: What the replica asks for.
         nodes: With all resources that they have; those that other jobs use at the moment are not subtracted.
 
     Returns:

@@ -61,11 +61,7 @@ class RayHosts:
         """Begin without hosts.
 
         Args:
-            config: The job's configuration.
-            run: The run's directory on this node.
             cluster: Where this process is connected.
-            setup: Of the actors.
-            emit: Takes each event.
             lost: Called once for each host whose actor is dead.
             reserve: Asks for what a placement group has; None: Ray.
         """

@@ -132,7 +132,6 @@ class LogReceiver:
         """Write to a run directory.
 
         Args:
-            folder: The run directory.
             lost: Called with the lost lines of a log when that log can be written again.
         """
         self._folder = folder

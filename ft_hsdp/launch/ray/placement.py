@@ -88,7 +88,6 @@ def host_environment(
     Args:
         machine: The name of its machine, which may have other nodes, or have had one that was lost.
         node: Ray's id of the node.
-        labels: Of the node.
         config: Names the label with the zone.
         given: The environment of the node's processes: what it says of the host stays.
     """

@@ -67,10 +67,6 @@ class RayReplicas(Replicas):
         """Prepare, as `Replicas` does.
 
         Args:
-            config: The job's configuration.
-            run: The run's directory on this node.
-            progress: Of the job.
-            emit: Takes each event.
             cluster: Where this process is connected.
             entry: What runs in a rank, as in `ForkServer`.
         """

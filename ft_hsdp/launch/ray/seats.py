@@ -35,12 +35,6 @@ class Reservation:
     """A placement group of one bundle for each host, until its last user has left it."""
 
     def __init__(self, request: PlacementRequest, calls: Executor) -> None:
-        """Ask for it.
-
-        Args:
-            request: What is asked for.
-            calls: Runs Ray's calls that may block.
-        """
         self.request = request
         self.nodes: list[str] = []  # where its bundles are, as far as they have places
         self._calls = calls

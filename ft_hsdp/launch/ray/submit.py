@@ -111,10 +111,7 @@ def submit_through_jobs_api(config: Config, file: Path, overrides: Sequence[str]
     """Run `submit` on the cluster whose Jobs API is at `url` and show its log until it ends. Ctrl-C stops the job.
 
     Args:
-        config: Of the job.
-        file: The YAML file of the job.
         overrides: The overrides of its keys, as given on the command line.
-        url: Of the Jobs API.
         json: Show the log on stderr, and the document on stdout.
 
     Returns:
@@ -179,10 +176,7 @@ def entrypoint(file: Path, overrides: Sequence[str], *, uploaded: bool, json: bo
     """Return the command that the cluster runs.
 
     Args:
-        file: The YAML file of the job.
-        overrides: The overrides of its keys.
         uploaded: ray.runtime_env has a working_dir, which Ray uploads. Else all nodes have the same files.
-        json: Add `--json`.
     """
     config = str(file) if uploaded else str(file.resolve())
     words = ["python", "-m", "ft_hsdp.launch.cli", "submit", config, *overrides, *(["--json"] if json else [])]
@@ -225,7 +219,6 @@ def submit(
     """Run a job on a cluster until every replica is done, as `up` does on one machine. Blocks.
 
     Args:
-        config: Of the job.
         address: "auto" or HOST:PORT of the cluster.
         stream: Takes what is shown; None: stdout.
         entry: What runs in a rank.
@@ -310,7 +303,6 @@ def within_reach(config: Config, own: str, alone: bool) -> Config:
     """Return the configuration with a network.host at which the other nodes reach this one.
 
     Args:
-        config: Of the job.
         own: The address of this node.
         alone: This node is the whole cluster and has room for the job, so loopback is enough.
     """

@@ -115,8 +115,6 @@ def container(name: str, image: str, **more: Any) -> Tree:
     """Return a container without rights, with the configuration and the folder of runs mounted.
 
     Args:
-        name: Of the container.
-        image: Its image.
         more: Further keys; those in `mounts` are added to the two above.
     """
     mounts = [
@@ -140,8 +138,6 @@ def template(job: str, container: Tree, claim: str | None, *more: Tree, **first:
         job: Names the volume with the configuration.
         container: Its only one.
         claim: Of the volume with the runs; None: they end with the pod.
-        more: Further volumes.
-        first: Further keys.
     """
     runs: Tree = {"emptyDir": {}} if claim is None else {"persistentVolumeClaim": {"claimName": claim}}
     volumes = [{"name": "config", "configMap": {"name": f"{job}-config"}}, {"name": "runs", **runs}, *more]

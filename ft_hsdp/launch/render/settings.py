@@ -123,7 +123,6 @@ def spread(config: Config, layout: Shape | None = None, **job: str) -> Config:
     """Return `config` for several machines: with other defaults of network.host and timeouts.reach_s.
 
     Args:
-        config: Of the job.
         layout: Says on how many machines a replica stands, if those are asked for one by one.
         job: New values of keys in the section `job`.
 
@@ -150,7 +149,6 @@ def in_pods(config: Config, claim: str | None) -> Config:
     """Return `config` for pods, whose folder of runs is `FOLDER`.
 
     Args:
-        config: Of the job.
         claim: The volume that all pods mount there; None: each pod has its own folder.
 
     Raises:

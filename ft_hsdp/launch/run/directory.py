@@ -166,8 +166,6 @@ def make_run(
     run meanwhile, it is taken as it is.
 
     Args:
-        run: The directory.
-        config: The job's configuration.
         token: The secret that the job's processes share; None: a new one.
         said: For supervisor.json; None: there is none.
         ended: The store of the earlier run says that its job has ended.
@@ -244,7 +242,6 @@ def write_job_files(run: RunDir, config: Config, token: str | None = None) -> No
 
     Args:
         run: The directory; it is made if it does not exist.
-        config: The job's configuration.
         token: The secret that the job's processes share; None: a new one.
 
     Raises:

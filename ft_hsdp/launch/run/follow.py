@@ -44,7 +44,6 @@ def follow(run: RunDir, lighthouse: int) -> None:
     Several lighthouses may share a run's directory: one process at a time writes there.
 
     Args:
-        run: The run's directory.
         lighthouse: Pid of the lighthouse, the parent of this process.
     """
 

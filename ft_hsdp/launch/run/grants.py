@@ -47,10 +47,7 @@ class LoggedGrants:
         Args:
             log: The events of the lighthouses.
             name: Its path in messages.
-            slots: The largest number of replicas of the job.
             config: The hash of the configuration that the lighthouses should use.
-            breach: Called with each breach.
-            on_grant: Called with each grant.
         """
         self.number = 0  # of grants that were read
         self.forgotten = -1  # grants up to this epoch are not in memory any more

@@ -32,7 +32,6 @@ def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) 
     """Serve the page of a run until Ctrl-C; blocks. The run is read once, as it is now.
 
     Args:
-        run: The run.
         host: A loopback address.
         port: 0 for any that is free.
         opened: Called with the page's link, key included, once the server listens.

@@ -123,10 +123,7 @@ class Recorder:
         """Open the merged files.
 
         Args:
-            run: The run's directory.
-            config: The job's configuration.
             on_commit: Called with each canonical commit.
-            on_event: Called with each event.
             merge_events: Whether to write events.jsonl.
         """
         self._run = run

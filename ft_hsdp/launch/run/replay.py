@@ -63,7 +63,6 @@ def replay(run: RunDir, begins: Callable[[], object] = lambda: None) -> ReplayVe
     """Replay a finished run. This takes about the CPU time of the run without its failures.
 
     Args:
-        run: The run.
         begins: Called when nothing is known that would refuse the run, before its first step is trained.
 
     Raises:
@@ -189,7 +188,6 @@ def run_ranks(command: Sequence[str], folder: Path, places: Mapping[str, Mapping
     """Run ``command`` once for each rank; wait until all have ended well, or one has failed. Blocks.
 
     Args:
-        folder: For their logs.
         places: By the rank's name, what is in its environment alone (`place`).
 
     Returns:

@@ -101,12 +101,7 @@ class RunTally:
             self._unplaced[replica] = name == "ReplicaUnplaced"
 
     def summary(self, finals: Mapping[int, Row], lost: Iterable[int] = ()) -> Summary:
-        """Return the summary of the run so far.
-
-        Args:
-            finals: The final.json of each replica that has ended.
-            lost: The replicas that were given up.
-        """
+        """Return the summary of the run so far."""
         wall, typical = self._steps.wall_s, self._steps.median
         end = self._last["t"] if self._last else None
         failures = [self._failures.account(f, typical) for f in self._failures.losses()]
@@ -209,13 +204,7 @@ def start_table(found: Sequence[IncarnationStart]) -> list[str]:
 
 
 def explain(events: Iterable[Row], failures: Sequence[Row] = (), lost: Sequence[int] = ()) -> list[str]:
-    """Return a run as lines: each event with its reason, the times of each start, a paragraph for each failure.
-
-    Args:
-        events: All events, in any order.
-        failures: The failures of summary.json.
-        lost: The replicas that were given up.
-    """
+    """Return a run as lines: each event with its reason, the times of each start, a paragraph for each failure."""
     ordered = sorted(events, key=lambda e: e["t"])
     if not ordered:
         return ["nothing is recorded"]

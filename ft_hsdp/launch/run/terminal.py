@@ -33,7 +33,6 @@ class Terminal:
         """Make the display.
 
         Args:
-            config: The job's configuration.
             stream: Where it is shown; its errors are the caller's (`lifetime.forgiving`).
             live: Whether to show a table; None: if the stream is a terminal.
         """
@@ -199,8 +198,6 @@ def step_line(row: Row, steps: int, constant: bool = False) -> str:
     """Return a committed step as one line of at most 80 characters.
 
     Args:
-        row: The commit.
-        steps: Number of steps of the whole job.
         constant: With `quorum.batch: constant` the line shows the units of the step, and not the epoch.
     """
     loss, seconds, healthy, units, epoch, scale, rate = _cells(row)
@@ -233,7 +230,6 @@ def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str,
     """Return the figures that `up` shows at the end as (name, value).
 
     Args:
-        summary: The run's summary.json.
         steps: Number of steps of the whole job; None if it is not known.
     """
     units = summary["batches"]

@@ -75,10 +75,7 @@ def trace(name: str, events: Sequence[Row], commits: dict[int, list[Row]], canon
     """Return the trace as a JSON document. Its times are microseconds since the first time in the rows.
 
     Args:
-        name: The run's name.
         events: The events of all processes; times in rows are Unix seconds.
-        commits: The commits that each replica logged.
-        canonical: The canonical commits.
     """
     times = [
         row["t"] - (row.get("step_s") or 0.0) for rows in (events, *commits.values(), canonical) for row in rows

@@ -46,10 +46,6 @@ class SnapshotStore:
 
     ``key`` is the (replica, rank, ranks) of a shard, or the (store, number) of a slice. It must have been
     admitted, by `admit`, `admit_copy` or `admit_slice`.
-
-    Args:
-        replica: Whose ranks they are.
-        host: The name of this host.
     """
 
     def __init__(self, replica: int = 0, host: str = "") -> None:

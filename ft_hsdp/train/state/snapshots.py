@@ -159,7 +159,6 @@ class SnapshotWriter:
         """Have the agent copy another host's shard. Does not block.
 
         Args:
-            step: Of the state.
             refused: Called on the writer's thread with the reason if the agent has no room for it.
         """
 
