@@ -92,18 +92,22 @@ class Permutation:
     def _encrypt(self, value: int) -> int:
         left, right = value >> self._half, value & self._low
         for key in self._keys:
-            left, right = right, left ^ (_mix(right ^ key) & self._low)
+            left, right = right, left ^ (mix64(right ^ key) & self._low)
         return left << self._half | right
 
     def _decrypt(self, value: int) -> int:
         left, right = value >> self._half, value & self._low
         for key in reversed(self._keys):
-            left, right = right ^ (_mix(left ^ key) & self._low), left
+            left, right = right ^ (mix64(left ^ key) & self._low), left
         return left << self._half | right
 
 
-def _mix(x: int) -> int:
-    """The finalizer of splitmix64."""
+def mix64(x: int) -> int:
+    """Return 64 bits that depend on all of ``x``, the finalizer of splitmix64.
+
+    Args:
+        x: From 0 to 2**64 - 1.
+    """
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
     return x ^ (x >> 31)
