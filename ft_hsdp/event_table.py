@@ -357,7 +357,7 @@ EVENTS: dict[str, EventKind] = {
         lane="stalled",
     ),
     "StragglerSeen": EventKind(
-        "replica {replica} is slower than the others",
+        "{who} is slower than the others",
         over="replica {replica} is as fast as the others again",
         decision=True,
     ),

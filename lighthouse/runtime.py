@@ -48,10 +48,10 @@ class LoggedFindings:
         self._service = service
 
     def take(self, kind: str, seq: int, row: Mapping[str, Any]) -> None:
-        if kind == "event" and row["event"] == "CulpritFound":
+        if kind == "event" and row["event"] in ("CulpritFound", "StragglerSeen"):
             self._events(row)
             if row["replica"] is not None and not row["over"]:
-                told = (row[key] for key in ("replica", "kind", "witnesses", "epoch", "reason"))
+                told = (row[key] for key in ("replica", "kind", "witnesses", "epoch", "reason", "rank"))
                 self._service.suspect(Culprit(*told))
 
     def close(self) -> None:
@@ -141,6 +141,7 @@ def policy(config: Config) -> Policy:
         edge_wait_s=timeouts.edge_wait_s,
         on_divergence=quorum.on_divergence,
         on_culprit=quorum.on_culprit,
+        on_straggler=quorum.on_straggler,
         units=UnitPolicy(
             replicas=config.replicas,
             accumulate=config.train.accumulate,

@@ -148,7 +148,7 @@ class Service:
         self._unsaved: dict[int, str] = {}  # by replica: who asked first while nothing could be stored
         self._agents: dict[int, StateAgents] = {}  # from the newest request of each replica
         self._evictions = Evictions()
-        # When a culprit was evicted last. Another lighthouse may have done so before this one came.
+        # When a culprit was evicted or moved last. Another lighthouse may have done so before this one came.
         self._culprit_at = -math.inf if state.grant is None else clock()
         self._waiting: str | None = None  # what the open requests wait for
         self._told: str | None = None  # the newest reason to wait that is in the journal
@@ -333,7 +333,8 @@ class Service:
         Raises:
             StoreFailed: nothing was done.
         """
-        command = Commanded(action, replica, reason, self._clock(), target, host)
+        why = f"an operator drained it: {reason}" if action == "drain-host" else reason
+        command = Commanded(action, replica, why, self._clock(), target, host)
         found = commands.plan(self.state, command, self._evictions.orders, force)
         if isinstance(found, commands.Impossible):
             return found
@@ -355,22 +356,27 @@ class Service:
         return found.detail
 
     def suspect(self, found: commands.Culprit) -> None:
-        """Evict a culprit, with `Policy.on_culprit` "evict" and if `commands.plan_culprit` allows it.
+        """Evict or move a culprit, if the operator wants that and `commands.plan_culprit` allows it.
 
         It is done a moment later, so this may be called while the journal takes a row.
         """
-        if self.state.policy.on_culprit == "evict":
-            asyncio.get_running_loop().call_soon(self._evict_culprit, found)
+        if commands.takes(self.state, found):
+            asyncio.get_running_loop().call_soon(self._act_on, found)
 
-    def _evict_culprit(self, found: commands.Culprit) -> None:
-        now = self._clock()
-        planned = commands.plan_culprit(self.state, found, now - self._culprit_at, self._evictions.orders)
+    def _act_on(self, found: commands.Culprit) -> None:
+        now, why = self._clock(), f"by the diagnosis: {found.why}"
+        planned = commands.plan_culprit(self.state, found, now, now - self._culprit_at, self._evictions.orders)
         if isinstance(planned, commands.Impossible):
-            _log.warning("replica %d is not evicted: %s", found.replica, planned.detail)
+            _log.warning("replica %d stays: %s", found.replica, planned.detail)
         elif planned.due and not self._closed:
             self._culprit_at = now
-            who = found.replica, self.state.views[found.replica].incarnation or ""
-            self._evict(who, f"by the diagnosis: {found.why}", "diagnosis")
+            if planned.host:
+                self._note(
+                    "HostCordoned", f"{why}; {planned.detail}", {"replica": found.replica, "host": planned.host}
+                )
+                self._try(Commanded("drain-host", found.replica, why, now, host=planned.host))
+                return
+            self._evict((found.replica, self.state.views[found.replica].incarnation or ""), why, "diagnosis")
 
     def status(self) -> dict[str, Any]:
         return status.describe_job(self.name, self.state, self._reports, self._reason, self._clock())

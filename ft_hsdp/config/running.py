@@ -93,6 +93,12 @@ class QuorumConfig(Section):
         "its replica killed and started again, if ranks of two other replicas confirm it and quorum.min_replicas "
         "are left, once in ten minutes; then a pause of seconds that is no job.pause counts as a hang",
     )
+    on_straggler: Literal["tell", "demote"] = Field(
+        "tell",
+        description="what to do when a replica works more than twice as long as two others: only tell; or move it "
+        "from the host of its slow rank to a spare one, or else have it killed and started again, as on_culprit "
+        "does: once in ten minutes, if quorum.min_replicas are left",
+    )
     on_lost_head: Literal["wait", "halt", "rollback"] = Field(
         "halt",
         description="what to do when every holder of the newest committed state has exited: wait for an operator, "

@@ -17,7 +17,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol, Unpack
 
-from ft_hsdp.analysis.diagnosis import Dump
+from ft_hsdp.analysis.culprits import find_slow
+from ft_hsdp.analysis.diagnosis import Dump, heard
 from ft_hsdp.core.state_id import digest
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.event_table import grave, tell
@@ -165,7 +166,7 @@ class JobJournal:
         for row, raw in zip(commits, telemetry.commits, strict=True):
             assert who.replica is not None
             verdicts = self._stragglers.add(who.replica, row, row_checks.units_of(raw, who.replica))
-            self._tell("StragglerSeen", verdicts)
+            self._tell("StragglerSeen", [each._replace(rank=self._slow_rank(each.replica)) for each in verdicts])
         self._watch()
         self._arm()
 
@@ -411,6 +412,12 @@ class JobJournal:
         if self._committed is None or now - self._committed > QUIET_S:
             self._uneven = now
         self._committed = now
+
+    def _slow_rank(self, replica: int) -> int | None:
+        """Return the rank for which the other ones of its replica wait; None: no single one is known."""
+        found = find_slow(heard(self._vitals.known(self._monotonic()))).findings
+        ranks = {each.ranks[0].rank for each in found if each.kind == "slow" and each.ranks[0].replica == replica}
+        return ranks.pop() if len(ranks) == 1 else None
 
     def _watch(self) -> None:
         if self._caught_up and self.about.live:

@@ -42,6 +42,10 @@ class StragglerVerdict(NamedTuple):
     replica: int
     over: bool
     reason: str
+    witnesses: int  # other replicas that needed less than half as long for the step
+    epoch: int  # of the step
+    kind: str = "slow"
+    rank: int | None = None  # of it; None: it is not known which
 
 
 class Stragglers:
@@ -55,6 +59,7 @@ class Stragglers:
         self._slow: list[deque[bool]] = [deque(maxlen=WINDOW) for _ in range(slots)]
         self._named: set[int] = set()
         self._judged = 0
+        self._epoch = 0  # of the newest step
 
     def add(self, replica: int, row: Mapping[str, Any], units: int = 1) -> list[StragglerVerdict]:
         """Take a step as a contributor that trained ``units`` of it has measured it; return what changes."""
@@ -69,6 +74,7 @@ class Stragglers:
             return []
         here = self._open.setdefault(step, {})
         here[replica] = busy, units
+        self._epoch = row["epoch"]
         due = {s for s in self._open if s <= step - OPEN_STEPS}
         if len(here) >= len(row["contributors"]):
             due.add(step)
@@ -95,12 +101,11 @@ class Stragglers:
             window.append(mine > FACTOR * usual and mine - usual > FLOOR_S)
             slow = sum(window)
             why = f"busy {mine:.2f} s where others need {usual:.2f} s; slow in {slow} of {len(window)} steps"
-            if replica not in self._named and slow >= SLOW:
-                self._named.add(replica)
-                found.append(StragglerVerdict(replica, over=False, reason=why))
-            elif replica in self._named and slow <= SLOW_NO_MORE:
-                self._named.discard(replica)
-                found.append(StragglerVerdict(replica, over=True, reason=why))
+            if slow >= SLOW if replica not in self._named else slow <= SLOW_NO_MORE:
+                witnesses = sum(mine > FACTOR * units * each for each in others)
+                over = replica in self._named
+                self._named ^= {replica}
+                found.append(StragglerVerdict(replica, over, why, witnesses, self._epoch))
         return found
 
 

@@ -136,7 +136,7 @@ def _hear(s: LighthouseState, event: Event, now: float) -> LighthouseState:
             presence = replace(presence, hosts={n: each for n, each in presence.hosts.items() if n != name})
         case Commanded(action="drain-host" | "undrain-host" as action, host=name, reason=reason):
             cordoned = {host: why for host, why in placement.cordoned if host != name}
-            cordoned |= {name: f"an operator drained it: {reason}"} if action == "drain-host" else {}
+            cordoned |= {name: reason} if action == "drain-host" else {}
             placement = replace(placement, cordoned=tuple(sorted(cordoned.items())))
         case Asked(request):
             who, incarnation = request.report.replica, request.report.incarnation

@@ -8,7 +8,7 @@
 - drain-host and undrain-host: the ranks on a host move to a spare one at a step boundary, and it gets no others
   until it is undrained (`lighthouse.placement`).
 
-The lighthouse itself orders an eviction where a diagnosis names a culprit, within narrow bounds (`plan_culprit`).
+The lighthouse itself evicts a replica that a diagnosis names, or moves it, within narrow bounds (`plan_culprit`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ft_hsdp.core.grant import ranks_of
 from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.memory.hosts import Host
 from lighthouse.placement.signs import has_host, listed_hosts, spare_hosts
@@ -32,6 +33,7 @@ class CommandPlan:
 
     detail: str  # one line for the operator
     due: bool = True  # False: nothing is left to do
+    host: str = ""  # of `plan_culprit`: it is drained; "": the replica is evicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,40 +76,50 @@ def plan(
             return _undrain_host(s, command.host)
 
 
-EVICTED = ("absent", "stuck", "silent")  # kinds of findings; others blame no single replica
+EVICTED = ("absent", "stuck", "silent")  # kinds of findings; others but `SLOW` blame no single replica
+SLOW = "slow"
 WITNESSES = 2  # one may be wrong
 CULPRIT_S = 600.0  # at most one eviction of a culprit in so long, whatever an analysis says
 
 
 class Culprit(NamedTuple):
-    """The replica that by a finding keeps the job waiting."""
+    """The replica that by a finding keeps the job waiting, or is slow."""
 
     replica: int
     kind: str  # as in `ft_hsdp.analysis.culprits.Finding`, like the next two
     witnesses: int
     epoch: int
     why: str
+    rank: int | None = None  # of it; None: it is not known which
+
+
+def takes(s: LighthouseState, found: Culprit) -> bool:
+    """Return whether the operator wants that something is done about what was ``found``."""
+    policy = s.policy
+    return policy.on_straggler == "demote" if found.kind == SLOW else policy.on_culprit == "evict"
 
 
 def plan_culprit(
-    s: LighthouseState, found: Culprit, since_s: float, condemned: Collection[Incarnation] = ()
+    s: LighthouseState, found: Culprit, now: float, since_s: float, condemned: Collection[Incarnation] = ()
 ) -> CommandPlan | Impossible:
-    """Return what an eviction of a culprit would do now, or why there is none. Nothing changes.
+    """Return what is to be done about a culprit now, or why there is nothing. Nothing changes.
 
     A finding is made from what workers tell, and tells of a moment that may be over. So it counts only with two
     witnesses, and about a member that contributes to the grant in force, while no round for another one is held.
-    With two replicas there are no two witnesses, and nobody is evicted.
+    With two replicas there are no two witnesses, and nobody is evicted. One that is slow leaves at a step boundary
+    for a spare host, if there is one: its own host gets no ranks any more.
 
     Args:
         s: What the lighthouse knows.
         found: Whom a finding names.
-        since_s: Seconds since the last eviction of a culprit.
+        now: Seconds on the lighthouse's clock.
+        since_s: Seconds since the last culprit was evicted or moved.
         condemned: Incarnations that are to be killed already.
     """
     r, grant = found.replica, s.grant
     view = s.views[r]
     member = grant.member(r, view.incarnation or "") if grant is not None else None
-    if found.kind not in EVICTED or found.witnesses < WITNESSES:
+    if found.kind not in (*EVICTED, SLOW) or found.witnesses < WITNESSES:
         return Impossible(409, f"a finding ({found.kind}) with {found.witnesses} witnesses is not enough")
     if grant is None or grant.epoch != found.epoch or s.broken or s.since is not None or s.finished or s.halted:
         return Impossible(409, f"epoch {found.epoch} is over, or about to be")
@@ -117,7 +129,13 @@ def plan_culprit(
     if len(left) < s.policy.min_replicas:
         return Impossible(409, f"fewer than {s.policy.min_replicas} replicas would be left (quorum.min_replicas)")
     if since_s < CULPRIT_S:
-        return Impossible(409, f"a culprit was evicted {since_s:.0f} s ago")
+        return Impossible(409, f"a culprit was evicted or moved {since_s:.0f} s ago")
+    at = [path for path, ranks in ranks_of(member.hosts) if found.rank in ranks or len(member.hosts) == 1]
+    if found.kind == SLOW and at:
+        host = Host.parse(at[0]).name
+        moved = _drain_host(s, host, now, force=False)
+        if isinstance(moved, CommandPlan) and moved.due:
+            return replace(moved, host=host)
     return _evict(s, r, condemned)
 
 

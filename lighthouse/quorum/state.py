@@ -56,6 +56,7 @@ class Policy:
     edge_wait_s: float = 30.0  # first pause of a replica that is left out for its failed connections
     on_divergence: Literal["halt", "checkpoint"] = "halt"  # if states differ and no majority tells which is right
     on_culprit: Literal["tell", "evict"] = "tell"  # if a diagnosis names one replica that keeps the job waiting
+    on_straggler: Literal["tell", "demote"] = "tell"  # if a replica is much slower than the others
     units: UnitPolicy = EACH_ITS_BATCH  # how the units of a step are shared out
     placing: PlacementPolicy | None = None  # where replicas run that have no supervisor; None: none is placed
 

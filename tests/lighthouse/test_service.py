@@ -239,9 +239,15 @@ async def test_status_names_every_state():
 
 
 async def test_a_culprit_that_the_journal_names_is_evicted_once_if_the_operator_wants_that():
-    row = {"event": "CulpritFound", "replica": 1, "over": False, "kind": "absent", "witnesses": 2, "epoch": 1}
-    for wanted, times in (("tell", 0), ("evict", 1)):
-        service, rows = make_service(3, on_culprit=wanted)
+    absent = {"event": "CulpritFound", "replica": 1, "rank": 0, "kind": "absent", "over": False, "witnesses": 2}
+    slow = {**absent, "event": "StragglerSeen", "kind": "slow"}
+    for row, wanted, times in (
+        (absent, {"on_straggler": "demote"}, 0),
+        (absent, {"on_culprit": "evict"}, 1),
+        (slow, {"on_culprit": "evict"}, 0),
+        (slow, {"on_straggler": "demote"}, 1),
+    ):
+        service, rows = make_service(3, **wanted)
         service.state = hosted(service.state)
         findings = LoggedFindings(rows.append, service)
         await granted(service, 0, 1, 2)
@@ -251,10 +257,10 @@ async def test_a_culprit_that_the_journal_names_is_evicted_once_if_the_operator_
             ({}, times),
             ({"replica": 2}, times),
         ):
-            findings.take("event", 1, {**row, "reason": "it hangs", **changes})
+            findings.take("event", 1, {**row, "epoch": 1, "reason": "it hangs", **changes})
             await quiet()
             assert [row["incarnation"] for row in events(rows, "ReplicaEvicted")] == [name(1)] * evicted
-        assert len(events(rows, "CulpritFound")) == 4
+        assert len(events(rows, row["event"])) == 4
 
 
 async def test_another_lighthouse_waits_before_it_evicts_a_culprit():

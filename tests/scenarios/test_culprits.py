@@ -1,6 +1,7 @@
 """Ranks of a real job hang: the lighthouse names them, and `diagnose` says so, before anything ends the wait.
 
-With `quorum.on_culprit` it evicts the replica of such a rank.
+With `quorum.on_culprit` it evicts the replica of such a rank; with `quorum.on_straggler` that of a slow one, or
+moves it.
 """
 
 import signal
@@ -78,4 +79,29 @@ def test_the_replica_of_a_rank_that_hangs_is_evicted_and_comes_back(tmp_path: Pa
     assert (failure["replica"], failure["kind"]) == (1, "evicted")
     commits = sorted(row["t"] for row in job.rows("replicas/0/commits.jsonl"))
     assert max(after - t for t, after in pairwise(commits)) < SOON_S
+    assert (summary["batches"]["duplicated"], summary["batches"]["skipped"]) == (0, 0)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("spare", [0, 1])
+def test_the_replica_of_a_slow_rank_moves_to_a_spare_host_or_is_started_again(spare: int, tmp_path: Path) -> None:
+    hosts = {"hosts__per_replica": 1, "hosts__spare": spare}
+    with Job(tmp_path, ENDLESS, **HANGS, **hosts, quorum__on_straggler="demote") as job:
+        job.until(lambda: len(job.contributing()) == 3 and job.step() > 20, "three contribute")
+        lift = hangs.order(job.run, "slow_rank", 1, 1)
+        what = "HostCordoned" if spare else "ReplicaEvicted"
+        job.until(lambda: job.events(what), what, 2 * TIMEOUT_S)
+        lift()
+        job.until(lambda: len(job.events("ReplicaStarted")) == 4, "it is started again")
+        job.until(lambda: len(job.contributing()) == 3, "all three again")
+        job.more(10)
+        job.process.send_signal(signal.SIGINT)
+        summary = job.end(130)
+    (seen, *_), (acted,) = job.events("StragglerSeen"), job.events(what)
+    assert (seen["replica"], seen["rank"], seen["witnesses"]) == (1, 1, 2)
+    assert (acted["replica"], acted.get("host"), len(job.events("HostReplaced"))) == (
+        1,
+        "r1h0" if spare else None,
+        spare,
+    )
     assert (summary["batches"]["duplicated"], summary["batches"]["skipped"]) == (0, 0)

@@ -14,7 +14,8 @@ BOUND = 64 << 10  # bytes of all that is remembered of four replicas
 
 def row(step, busy, wait=0.0, contributors=(0, 1, 2), role="contribute"):
     waits = {"ftar": wait * 0.9, "commit": wait * 0.1}
-    return {"step": step, "step_s": busy + wait, "waits": waits, "contributors": list(contributors), "role": role}
+    told = {"step": step, "epoch": 7, "step_s": busy + wait, "waits": waits, "role": role}
+    return {**told, "contributors": list(contributors)}
 
 
 def run(stragglers, steps, busy, start=1, units=None):
@@ -47,7 +48,7 @@ def stragglers():
 def test_a_slow_replica_is_found_after_so_many_steps_and_once(stragglers):
     assert run(stragglers, SLOW - 1, slow) == []
     (found,) = run(stragglers, 1, slow, SLOW)
-    assert (found.replica, found.over) == (1, False)
+    assert (found.replica, found.over, found.witnesses, found.epoch) == (1, False, 2, 7)
     assert found.reason.startswith("busy 2.50 s")
     assert run(stragglers, 50, slow, SLOW + 1) == []
 
@@ -86,6 +87,11 @@ def test_one_that_trains_more_units_is_compared_unit_by_unit(stragglers):
     assert run(stragglers, WINDOW, slow, units=quotas) == []
     (found,) = run(Stragglers(3), SLOW, lambda _: {0: 1.0, 1: 6.5, 2: 1.0}, units=quotas)
     assert found.reason.startswith("busy 6.50 s")
+
+
+def test_a_replica_that_claims_to_have_been_very_fast_is_no_second_witness():
+    (found,) = run(Stragglers(3), SLOW, lambda _: {0: 0.01, 1: 2.1, 2: 1.1})
+    assert (found.replica, found.witnesses) == (1, 1)
 
 
 def test_relays_are_not_judged(stragglers):

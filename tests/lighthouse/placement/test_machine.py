@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ft_hsdp.core.grant import Grant, Member, ranges
 from ft_hsdp.core.host_report import EndedRank, HostRanks, HostReport, MachineRanks
 from ft_hsdp.core.restart import RestartPolicy
 from ft_hsdp.core.state_id import initial
@@ -13,7 +14,7 @@ from ft_hsdp.memory.hosts import Host
 from lighthouse.placement.machine import decide, refusal
 from lighthouse.placement.signs import assigned, fate, listed_hosts, seen
 from lighthouse.placement.state import RETURN_S, PlacedReplica, PlacementPolicy, ReplicaPhase, remembered
-from lighthouse.quorum.commands import CommandPlan, plan
+from lighthouse.quorum.commands import CULPRIT_S, CommandPlan, Culprit, Impossible, plan, plan_culprit
 from lighthouse.quorum.events import Commanded, Event, HostClosed, Note, ProcessesReported, Ticked, Withdrawn
 from lighthouse.quorum.state import LighthouseState, Policy
 
@@ -719,3 +720,22 @@ def test_of_several_replicas_each_takes_another_host_where_ranks_wait() -> None:
     w.cut = {"a", "b"}
     w.settle(EVICT_S + 1)
     assert sorted([w.me().used, w.me(1).used]) == [("d",), ("e",)]
+
+
+def test_a_slow_replica_moves_to_a_spare_host_or_is_started_again_where_there_is_none() -> None:
+    w = World("a", "b", "c", "d", replicas=3, each=1)
+    names = [w.me(n).incarnation for n in range(3)]
+    members = tuple(Member(n, names[n], "contribute", hosts=ranges(w.me(n).used * 2)) for n in range(3))
+    grant = Grant(1, 1, initial("c", "w"), members, 3, "")
+    views = tuple(replace(view, incarnation=name) for view, name in zip(w.s.views, names, strict=True))
+    w.s = replace(w.s, grant=grant, epoch=1, views=views)
+
+    def planned(**changes: Any) -> Any:
+        found = Culprit(1, "slow", 2, 1, "its rank 1 is slow", 1)
+        return plan_culprit(w.s, found._replace(**changes), w.now, CULPRIT_S)
+
+    assert planned().host == planned(rank=None).host == w.me(1).used[0]
+    assert planned(kind="absent").host == ""
+    assert isinstance(planned(witnesses=1), Impossible)
+    w.lose("d")
+    assert (planned().due, planned().host) == (True, "")

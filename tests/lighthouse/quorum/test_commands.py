@@ -85,31 +85,31 @@ FOUND = Culprit(1, "absent", 2, 1, "it has not joined")
 
 
 def test_a_culprit_is_evicted_as_by_an_operator(job: Script) -> None:
-    assert plan_culprit(job.s, FOUND, CULPRIT_S) == wanted(job, "evict", 1)
-    again = plan_culprit(job.s, FOUND, CULPRIT_S, {(1, name(1))})
+    assert plan_culprit(job.s, FOUND, 0.0, CULPRIT_S) == wanted(job, "evict", 1)
+    again = plan_culprit(job.s, FOUND, 0.0, CULPRIT_S, {(1, name(1))})
     assert isinstance(again, CommandPlan)
     assert not again.due
 
 
 @pytest.mark.parametrize(
-    "change", [{"kind": "link"}, {"kind": "deadlock"}, {"kind": "slow"}, {"witnesses": 1}, {"epoch": 2}]
+    "change", [{"kind": "link"}, {"kind": "deadlock"}, {"kind": "slow link"}, {"witnesses": 1}, {"epoch": 2}]
 )
 def test_only_a_confirmed_finding_on_one_replica_of_this_epoch_counts(job: Script, change: Any) -> None:
-    assert isinstance(plan_culprit(job.s, FOUND._replace(**change), CULPRIT_S), Impossible)
+    assert isinstance(plan_culprit(job.s, FOUND._replace(**change), 0.0, CULPRIT_S), Impossible)
 
 
 @pytest.mark.parametrize(
     "change", [{"broken": True}, {"since": 1.0}, {"drained": frozenset({1})}, {"grant": None}, {"halted": "why"}]
 )
 def test_no_culprit_is_evicted_while_the_membership_changes(job: Script, change: Any) -> None:
-    assert isinstance(plan_culprit(replace(job.s, **change), FOUND, CULPRIT_S), Impossible)
+    assert isinstance(plan_culprit(replace(job.s, **change), FOUND, 0.0, CULPRIT_S), Impossible)
 
 
 def test_a_culprit_is_evicted_at_most_once_in_some_time_and_if_enough_others_live(job: Script) -> None:
-    assert isinstance(plan_culprit(job.s, FOUND, CULPRIT_S - 1), Impossible)
+    assert isinstance(plan_culprit(job.s, FOUND, 0.0, CULPRIT_S - 1), Impossible)
     for least, possible in ((2, CommandPlan), (3, Impossible)):
         policy = replace(job.s.policy, min_replicas=least)
-        assert isinstance(plan_culprit(replace(job.s, policy=policy), FOUND, CULPRIT_S), possible)
+        assert isinstance(plan_culprit(replace(job.s, policy=policy), FOUND, 0.0, CULPRIT_S), possible)
 
 
 def test_a_replica_that_its_supervisor_has_given_up_can_be_kept_away(job: Script) -> None:
