@@ -13,7 +13,8 @@ Read in this order:
 - `goodput`: how much of the time trained the model, and where the rest went;
 - `culprits`: who keeps a job waiting, from what its ranks tell of their collectives; `diagnosis`: the document;
 - `locate`: which rank and host held an element of a parameter at a step;
-- `outliers`: which ranks and hosts compute otherwise than most of them (`sdc-check`).
+- `outliers`: which ranks and hosts compute otherwise than most of them (`sdc-check`);
+- `studies`: histories of failures, and what training under them has come to (`study`).
 
 Before a run, `launcher.py plan` computes from a configuration what copies of the state will be worth:
 

@@ -7,16 +7,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ft_hsdp.config.config import Config
 from ft_hsdp.config.entry import title
 from ft_hsdp.config.explain import explain, knows, schema_of, unknown_key
 from ft_hsdp.core.replica_state import ENTRY, PROTOCOL, PROTOCOL_VERSION
 from ft_hsdp.errors import ConfigError
+
+Model = TypeVar("Model", bound=BaseModel)
 
 VALUE_LIMIT = 160  # characters of one agreed value
 _INT_TAG, _FLOAT_TAG, _MERGE_TAG = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "merge"))
@@ -80,6 +82,31 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: the file cannot be read, or a value is wrong; its text is one line.
     """
+    return parse(_read(path), overrides)
+
+
+def load_as(kind: type[Model], path: Path) -> Model:
+    """Return what a YAML file of another kind says.
+
+    Args:
+        kind: the model of its keys.
+        path: of the file.
+
+    Returns:
+        An instance of `kind`, checked.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value is wrong; its text is one line.
+    """
+    document = _read(path)
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        refusal: ConfigError = explain(error, kind, document)
+        raise refusal from None
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -88,7 +115,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     document = {} if document is None else document
     if not isinstance(document, dict):
         raise ConfigError("config file", str(path), "a YAML mapping of keys at the top level")
-    return parse(document, overrides)
+    return document
 
 
 def parse(document: dict[str, Any], overrides: Sequence[str] = ()) -> Config:

@@ -385,7 +385,7 @@ class VoteTally:
         if rows is None:
             return None
         narrow = widths or {}
-        contributions = tuple(replace(_over_data_ranks(row), width=narrow.get(row[0].replica, 0)) for row in rows)
+        contributions = tuple(replace(over_data_ranks(row), width=narrow.get(row[0].replica, 0)) for row in rows)
         poisoned = tuple(sorted({r for v in self.votes for r in v.poisoned}))
         square = float(sum(lane.sumsq for lane in self._lanes))
         if not poisoned and not math.isfinite(square):
@@ -411,8 +411,8 @@ class VoteTally:
         )
 
 
-def _over_data_ranks(row: tuple[Contribution, ...]) -> Contribution:
-    """Return one contribution as a whole, from what the data ranks of the replica have of it."""
+def over_data_ranks(row: tuple[Contribution, ...]) -> Contribution:
+    """Return one contribution as a whole: its weight is the sum over `row`, what each data rank has of it."""
     weight = sum(c.weight for c in row)
     loss = sum(c.weight * c.loss for c in row if c.weight) / weight if weight else 0.0
     return replace(row[0], weight=weight, loss=loss)

@@ -23,6 +23,7 @@ Read the modules in this order:
     run                 the run's directory, and the commands that read it
     render, doctor      files for Slurm and Kubernetes; checks before the start
     sdc_check           whether this machine computes the same bits each time, and the same as others
+    study               trains one job with many histories of failures, each in one process
 
 The way of a restart: a rank exits -> `backend.children` -> `HeldRanks.exited` -> `HostAgent` reports ->
 `lighthouse.placement` -> the answer -> `HostAgent` -> `LocalRanks.start` with a new incarnation.

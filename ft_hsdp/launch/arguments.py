@@ -152,6 +152,9 @@ def build_parser() -> argparse.ArgumentParser:
     sdc.add_argument("--together", action="store_true", help="as one replica, not each rank alone")
     hosts = "what --json has written on several hosts: which is an outlier"
     sdc.add_argument("--compare", metavar="FILE", nargs="+", type=Path, help=hosts)
+    study = with_json(add("study", "train one job with many histories of failures, and compare"))
+    study.add_argument("file", metavar="FILE", type=Path, help="what to vary, e.g. configs/study.yaml")
+    study.add_argument("--jobs", type=int, metavar="N", help="variants at once (as many as fit on the cores)")
     plan = with_json(with_config(add("plan", "who keeps which shard, how safe that is, and what it costs")))
     plan.add_argument(
         "--hosts", type=int, metavar="N", help="of each replica, if hosts.per_replica does not say it"

@@ -260,6 +260,23 @@ def _sdc_check(args: argparse.Namespace) -> int:
     return EXIT_CONFIG if refused else EXIT_OK if found["ok"] else EXIT_HARDWARE
 
 
+def _study(args: argparse.Namespace) -> int:
+    from ft_hsdp.analysis import studies
+    from ft_hsdp.launch import study  # torch is only needed here
+
+    wanted = study.read(args.file)
+    trained = study.run(wanted, args.jobs, lambda progress: _progress(str(progress)))
+    results = study.results(trained)
+    found = studies.judge(results)
+    study.write(Path(wanted.dir), results, found)
+    _show(args, studies.document(found), lambda: studies.table(found))
+    return EXIT_OK
+
+
+def _progress(text: str) -> None:
+    sys.stderr.write(f"\r{text:<70}" if sys.stderr.isatty() else f"{text}\n")
+
+
 def _plan(args: argparse.Namespace) -> int:
     from ft_hsdp.analysis.costs import ASSUMED, Assumptions
     from ft_hsdp.analysis.plan import plan
@@ -440,6 +457,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "bench": _bench,
     "doctor": _doctor,
     "sdc-check": _sdc_check,
+    "study": _study,
     "plan": _plan,
     "schema": _schema,
     "example": _example,

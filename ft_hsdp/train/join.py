@@ -38,6 +38,7 @@ from ft_hsdp.train.device import backend, be_deterministic, choose, prepare
 from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, RankPlace, begin
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.replay.job import Recorded, ReplayJob
+from ft_hsdp.train.replay.planned import Variant, VariantJob
 from ft_hsdp.train.replay.trial import Trial, TrialJob
 from ft_hsdp.train.tracer import limit_flight_recorder
 
@@ -54,8 +55,8 @@ class Launch:
     config: Config
     source: IncarnationSource
     run: Path  # the run's directory
-    # The steps that the entry repeats, if this is a replay; or how it is tried.
-    recorded: Recorded | Trial | None = None
+    # The steps that the entry repeats, if this is a replay; those that are planned; or how it is tried.
+    recorded: Recorded | Variant | Trial | None = None
     starter: Starter | None = None  # of the state agent, if it was started already
 
 
@@ -185,8 +186,8 @@ def join(
     return _process.job
 
 
-def _repeat(config: Config, run: Path, recorded: Recorded | Trial) -> ReplayJob:
-    """Return the job of a rank that repeats recorded steps, or is tried: it has no lighthouse."""
+def _repeat(config: Config, run: Path, recorded: Recorded | Variant | Trial) -> ReplayJob:
+    """Return the job of a rank without a lighthouse: it repeats recorded steps, has planned ones, or is tried."""
     rank, ranks = _own_rank(config)
     prepare(config.train.device, config.timeouts.step_s)
     on_host = int(os.environ["LOCAL_RANK"])
@@ -197,10 +198,13 @@ def _repeat(config: Config, run: Path, recorded: Recorded | Trial) -> ReplayJob:
     group = RankGroup(_connect_ranks(rank, ranks, "replay", backend(device), config, token, device), made=True)
     _process.asked = _process.joined = True
     job: ReplayJob
-    if isinstance(recorded, Trial):
-        job = TrialJob(config, place, device, recorded, group.close)
-    else:
-        job = ReplayJob(config, place, device, recorded, group.close)
+    match recorded:
+        case Trial():
+            job = TrialJob(config, place, device, recorded, group.close)
+        case Variant():
+            job = VariantJob(config, place, device, recorded, group.close)
+        case Recorded():
+            job = ReplayJob(config, place, device, recorded, group.close)
     _process.job = job
     return job
 

@@ -45,6 +45,7 @@ from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, early_age
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.join import Launch, has_joined, joined_job, launched
 from ft_hsdp.train.replay.job import Recorded
+from ft_hsdp.train.replay.planned import Variant
 from ft_hsdp.train.replay.trial import Trial
 
 TEMPORARY = (OSError, MemoryError, RuntimeError)  # torch's errors of devices are RuntimeErrors
@@ -55,13 +56,17 @@ _OURS = (__file__, runpy.__file__, "<frozen runpy>", importlib.__file__, "<froze
 
 
 def main(
-    config: Config, replica: int | IncarnationSource, run: Path, recorded: Recorded | Trial | None = None
+    config: Config,
+    replica: int | IncarnationSource,
+    run: Path,
+    recorded: Recorded | Variant | Trial | None = None,
 ) -> int:
     """Run one rank, of a replica that is known or will be assigned.
 
     Args:
         replica: The replica's id, or where this process hears of its incarnation.
-        recorded: The steps that it repeats, if this is a replay; or how it is tried (`sdc-check`).
+        recorded: The steps that it repeats, if this is a replay; those that are planned (`study`); or how it is
+            tried (`sdc-check`).
 
     Returns:
         The exit code.

@@ -21,6 +21,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -184,11 +185,17 @@ def place(rank: int, local_rank: int, ranks: int, port: int) -> dict[str, str]:
     return {name: str(number) for name, number in numbers.items()}
 
 
-def run_ranks(command: Sequence[str], folder: Path, places: Mapping[str, Mapping[str, str]]) -> RankFailed | None:
+def run_ranks(
+    command: Sequence[str],
+    folder: Path,
+    places: Mapping[str, Mapping[str, str]],
+    stop: threading.Event | None = None,
+) -> RankFailed | None:
     """Run ``command`` once for each rank; wait until all have ended well, or one has failed. Blocks.
 
     Args:
         places: By the rank's name, what is in its environment alone (`place`).
+        stop: Ends the ranks once it is set.
 
     Returns:
         The first rank that has failed, which ends the others; None: all have ended well.
@@ -199,7 +206,7 @@ def run_ranks(command: Sequence[str], folder: Path, places: Mapping[str, Mapping
         for name, own in places.items():
             with (folder / name).open("wb") as log:
                 processes.append(subprocess.Popen(command, env={**shared, **own}, stdout=log, stderr=log))
-        failed = _first_failure(processes)
+        failed = _first_failure(processes, stop)
     finally:
         for process in processes:
             process.kill()
@@ -237,9 +244,11 @@ def _shared(folder: Path) -> Path:
     return folder / "sums"
 
 
-def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]], stop: threading.Event | None) -> int | None:
     """Wait until all processes have ended, or one has failed; return the place of that one."""
     while True:
+        if stop is not None and stop.is_set():
+            processes[0].kill()
         codes = [process.poll() for process in processes]
         failed = next((place for place, code in enumerate(codes) if code), None)
         if failed is not None or all(code == 0 for code in codes):

@@ -7,6 +7,7 @@ with no lighthouse and no ring (ADR 30). `ft_hsdp.join` returns a `ReplayJob` th
 Read the modules in this order:
 
     job    `ReplayJob`, and `RecordedOrders`, which stands in for the leader
+    planned  `VariantJob`: steps with made-up failures, for `study`
     trial  `TrialJob`: the steps of a replica that is alone, for `sdc-check`
     lanes  the sums: in the order of the recorded rings, and with ranks of other widths through files
 

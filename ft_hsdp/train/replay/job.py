@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +24,7 @@ from torch import Tensor
 from ft_hsdp.analysis.commits import record_of
 from ft_hsdp.config import Config
 from ft_hsdp.core import state_id
-from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution
+from ft_hsdp.core.commit import CommitRecord, Contribution, over_data_ranks
 from ft_hsdp.core.effects import DropGradient, Exit, Reduce, RunBatch
 from ft_hsdp.core.ledger import Ledger, Run
 from ft_hsdp.core.state_id import StateId
@@ -146,55 +146,69 @@ class Script:
         if record.skipped:  # the bits of a NaN cannot be compared
             yield ApplyOrder(record, [])
             return
-        trained: dict[int, list[Tensor]] = {}
-        said: list[Contribution] = []
-        mine = [replica for replica, width in width_of.items() if width == self._width]
-        for number, replica in enumerate(mine):
-            if number:
-                yield DropGradient("the units of another contributor are next")
-            yield from self._contributor(record, ledger, replica, runs[replica])
-            trained[replica], its = self._gradients.take()
-            said.extend(its)
-        self._lanes.give(record, trained)
-        reduced, votes = self._lanes.sums(record, trained)
-        record = self._counted(record, said, votes)
+        mine = {r: _by_part(ledger, runs[r]) for r, width in width_of.items() if width == self._width}
+        record, reduced = yield from self._sum(record, mine)
         if record.state_id.lineage != row["lineage"]:
             self.differs_at = record.step
             return
         yield ApplyOrder(record, reduced)
 
-    def _contributor(
-        self, record: CommitRecord, ledger: Ledger, replica: int, runs: Sequence[Contribution]
-    ) -> Iterator[Order]:
-        """Have the loop train the units of one contributor, in the parts in which it trained them."""
-        self._driver.replica = replica
-        parts = sorted({c.part for c in runs})
-        until = [places_of(ledger, [c.run for c in runs if c.part <= part]) for part in parts]
-        yield RunBatch(record.step, until[0])
-        for places in until:
-            yield Reduce(AttemptId(record.epoch, record.step, record.attempt), "contribute", record.prev, places)
+    def _sum(
+        self, record: CommitRecord, trains: Mapping[int, Sequence[Places]]
+    ) -> Generator[Order, None, tuple[CommitRecord, list[Tensor]]]:
+        """Have the loop train the units of one contributor after the other, and add their gradients up.
+
+        Args:
+            record: Of the step, with the epoch, the attempt and the ring.
+            trains: The places that each contributor of this width trains: after each part all that it has trained.
+
+        Returns:
+            The record with what was found now, and a flat fp32 shard of sums for each bucket.
+        """
+        trained: dict[int, list[Tensor]] = {}
+        said: list[Contribution] = []
+        for number, (replica, until) in enumerate(trains.items()):
+            if number:
+                yield DropGradient("the units of another contributor are next")
+            self._driver.replica = replica
+            yield RunBatch(record.step, until[0])
+            for places in until:
+                yield Reduce(record.fence, "contribute", record.prev, places)
+            trained[replica], its = self._gradients.take()
+            said.extend(its)
+        self._lanes.give(record, trained)
+        reduced, votes = self._lanes.sums(record, trained)
+        return self._counted(record, said, votes), reduced
 
     def _counted(
         self, record: CommitRecord, mine: Sequence[Contribution], votes: Sequence[PartVote]
     ) -> CommitRecord:
         """Return ``record`` with the weights, the digest and the norm that were found now. A collective."""
         found = {
-            "runs": [asdict(replace(c, loss=0.0)) for c in mine],
+            "runs": [asdict(c) for c in mine],
             "votes": [(number, digest, square.hex()) for number, digest, square in votes],
         }
         told = [json.loads(each) for each in self._ranks.gather(json.dumps(found).encode())]
-        of_data_ranks = [each["runs"] for each in told[:: self._config.ranks_per_unit]]
-        runs = [c[0] | {"weight": sum(each["weight"] for each in c)} for c in zip(*of_data_ranks, strict=True)]
+        of_data_ranks = [
+            [Contribution(**c) for c in each["runs"]] for each in told[:: self._config.ranks_per_unit]
+        ]
+        runs = [asdict(over_data_ranks(of_ranks)) for of_ranks in zip(*of_data_ranks, strict=True)]
         runs = sorted(self._lanes.told(record, runs), key=lambda c: int(c["replica"]))
         losses = {(c.replica, c.run): c.loss for c in record.contributions}
         again = [Contribution(**c) for c in runs]
-        counted = tuple(replace(c, loss=losses.get((c.replica, c.run), 0.0)) for c in again)
+        counted = tuple(replace(c, loss=losses.get((c.replica, c.run), c.loss)) for c in again)
         parts = sorted(vote for each in told for vote in each["votes"])
         record = replace(record, contributions=counted, digest=state_id.digest([digest for _, digest, _ in parts]))
         if not record.updates:
             return record
         norm = sum(float.fromhex(square) for _, _, square in parts) ** 0.5
         return replace(record, norm=norm / (record.divisor / max(record.ring_widths, default=self._width)))
+
+
+def _by_part(ledger: Ledger, runs: Sequence[Contribution]) -> list[Places]:
+    """Return the places that a contributor has trained after each part of its contribution."""
+    parts = sorted({c.part for c in runs})
+    return [places_of(ledger, [c.run for c in runs if c.part <= part]) for part in parts]
 
 
 class Silent:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ class LocalGradients:
 
     _buckets: int
     _kept: dict[int, tuple[Tensor, tuple[Contribution, ...]]] = field(default_factory=dict)
+    _loss: Callable[[], float] = lambda: 0.0
     traffic: Traffic = field(default_factory=Traffic)
 
     def open(self, feeding: Feeding | None) -> None:
@@ -101,10 +102,13 @@ class LocalGradients:
     ) -> None:
         before = self._kept.get(bucket)
         self._kept[bucket] = (flat if before is None else before[0] + flat, contributions)
+        self._loss = loss
 
     def take(self) -> tuple[list[Tensor], tuple[Contribution, ...]]:
+        """Return the gradients of all buckets, and what is in them, with the mean loss."""
         kept = [self._kept[bucket] for bucket in range(self._buckets)]
-        return [flat for flat, _ in kept], kept[-1][1]
+        loss = self._loss()
+        return [flat for flat, _ in kept], tuple(replace(c, loss=loss) for c in kept[-1][1])
 
     def give_back(self, out: list[Tensor]) -> None:
         """Do nothing: the sums are not used again."""

@@ -6,9 +6,8 @@ each tensor has the same bits after each step, or one of them was computed or ke
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,13 @@ import torch
 
 from ft_hsdp import fault_injection
 from ft_hsdp.config import Config
-from ft_hsdp.core.commit import AttemptId, CommitRecord
-from ft_hsdp.core.effects import Exit, Reduce, RunBatch
-from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import EXIT_OK
+from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.jsonl import replace_json
-from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.data.prefetch import Reader
 from ft_hsdp.train.device import numerics
 from ft_hsdp.train.identity import RankPlace
-from ft_hsdp.train.orders import ApplyOrder, Order
-from ft_hsdp.train.replay.job import Recorded, ReplayJob, Script
+from ft_hsdp.train.replay.job import Script
+from ft_hsdp.train.replay.planned import PlannedJob, PlannedScript, PlannedSteps
 from ft_hsdp.train.step_driver import StepDriver
 
 
@@ -41,50 +36,33 @@ class Trial:
 
 
 @dataclass(eq=False)
-class TrialScript(Script):
+class TrialScript(PlannedScript):
     """Takes the place of a leader whose replica is alone in the ring."""
 
-    steps: int = 0
     # By step, from 0, which is before the first one: the digest of each tensor of this rank.
     digests: list[dict[str, str]] = field(default_factory=list)
 
-    def _run(self) -> Iterator[Order]:
+    def _applied(self, record: CommitRecord | None) -> None:
         self.digests.append(self._live_state.tensor_digests())
-        for step in range(1, self.steps + 1):
-            yield from self._alone(step)
-            self.digests.append(self._live_state.tensor_digests())  # the loop has applied it
-        self.ended = True
-        yield Exit(EXIT_OK, "the steps of the trial are done")
-
-    def _alone(self, step: int) -> Iterator[Order]:
-        state = self._live_state.state
-        assert state is not None
-        places = ((0, self._config.train.accumulate * self._width),)
-        yield RunBatch(step, places)
-        yield Reduce(AttemptId(1, step, 0), "contribute", state.lineage, places)
-        flats, mine = self._gradients.take()
-        record = CommitRecord(1, 0, step, state.lineage, (0,), self._config.replicas, mine, "")
-        reduced, votes = self._lanes.sums(record, {0: flats})
-        record = self._counted(record, mine, votes)
-        yield ApplyOrder(record if math.isfinite(record.norm) else replace(record, poisoned=(0,)), reduced)
 
 
-class TrialJob(ReplayJob):
+class TrialJob(PlannedJob):
     """A rank's part in a trial."""
 
     def __init__(
         self, config: Config, place: RankPlace, device: torch.device, trial: Trial, close_group: Callable[[], None]
     ) -> None:
-        nothing = Recorded((), (place.ranks,), trial.outcome, trial.outcome.parent)
-        super().__init__(config, place, device, nothing, close_group)
+        super().__init__(config, place, device, trial.outcome, close_group)
         self._trial = trial
 
     def _join(self, driver: StepDriver, reader: Reader[Any]) -> None:
         fault_injection.arm(self.config.debug.failpoints, 0, self._place.local_rank, self._trial.number)
-        self._group = ReplicaGroup(self.config.timeouts.ranks_s)
-        self._live_state.state = StateId(0, 0, "trial")
-        self._live_state.describe_frozen(self._group)
-        self._begin(driver, partial(TrialScript, steps=self._trial.steps))
+        super()._join(driver, reader)
+
+    def _script(self) -> Callable[..., Script]:
+        units = self.config.train.accumulate * self.data_ranks
+        steps = PlannedSteps(1, self._trial.steps, 1, (0,), {0: (((0, units),),)}, wanted=units)
+        return partial(TrialScript, steps=(steps,))
 
     def _tell(self, script: Script) -> None:
         assert isinstance(script, TrialScript)

@@ -1,0 +1,321 @@
+"""`study`: many variants of one job, each with other failures, trained in one process each (FT-HSDP §6.2).
+
+A process trains what the replicas of a variant would train, one contributor after the other, with the loop, the
+sums and the updates of a run (`train.replay.planned`). The lighthouse's own rules deal the units. So a variant
+with the memberships of a real run ends with the digest of that run.
+
+A variant that is done has its files in the folder of the study, and is not trained again.
+
+`python -m ft_hsdp.launch.study FOLDER` is one rank of a variant.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, astuple, dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+import ft_hsdp
+from ft_hsdp.analysis.studies import (
+    RingPeriod,
+    VariantResult,
+    memberships,
+    observed,
+    outages,
+    points,
+    variant_name,
+)
+from ft_hsdp.config import Config, config_hash, dump, load, parse
+from ft_hsdp.config.base import Int, PathText, Section
+from ft_hsdp.config.entry import stamped
+from ft_hsdp.config.loader import load_as
+from ft_hsdp.core.grant import Grant, Member
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.core.units import Places, size
+from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.jsonl import replace_json
+from ft_hsdp.launch.backend import entry
+from ft_hsdp.launch.backend.processes import tied
+from ft_hsdp.launch.run.directory import RunDir, read_json
+from ft_hsdp.launch.run.recorder import commits_of
+from ft_hsdp.launch.run.replay import free_ports, place, run_ranks
+from ft_hsdp.train.replay.planned import PlannedSteps, Variant
+from lighthouse.quorum.units import apportion
+from lighthouse.runtime import policy
+
+LOOK_S = 2.0  # between two looks at how far the variants are
+
+
+class VariantsConfig(Section):
+    """Variants: one for each combination of the values."""
+
+    failures: tuple[Int, ...] = Field((0,), description="in the run, at equal distances")
+    steps: tuple[Int, ...] = Field((1,), description="of each failure")
+    lost: tuple[Int, ...] = Field((1,), description="replicas that a failure takes at once")
+    rate: tuple[Literal["none", "linear", "sqrt", "constant_batch"], ...] = Field(
+        ("none",), description="lr.intervention; constant_batch: none, with quorum.batch constant"
+    )
+    precision: tuple[Literal["float32", "bfloat16"], ...] = Field(("float32",), description="train.precision")
+    seeds: tuple[Int, ...] = Field((1,), description="train.seed")
+    like: PathText | None = Field(None, description="the folder of a run; its memberships instead of failures")
+
+
+class StudyConfig(Section):
+    """What a study trains."""
+
+    dir: PathText = Field("runs/study", description="folder of the results")
+    job: dict[str, Any] = Field({}, description="keys of a job's configuration, which all variants share")
+    variants: tuple[VariantsConfig, ...] = Field(min_length=1, description="lists of variants")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One variant with one seed."""
+
+    name: str  # of the variant
+    seed: int
+    config: Config
+    history: tuple[RingPeriod, ...]
+    folder: Path
+
+    @property
+    def plan(self) -> list[PlannedSteps]:
+        return plan(self.config, self.history)
+
+    @property
+    def key(self) -> str:
+        """What its results depend on, as a hash."""
+        what = [ft_hsdp.__version__, config_hash(stamped(self.config)), [asdict(each) for each in self.plan]]
+        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def cells(study: StudyConfig) -> list[Cell]:
+    """Return what a study trains, each variant once, in the order of the file.
+
+    Raises:
+        ConfigError: A variant cannot be trained.
+    """
+    found: dict[Path, Cell] = {}
+    for number, each in enumerate(study.variants):
+        axes = each.failures, each.steps, each.lost, each.precision, each.rate, each.seeds
+        for count, length, lost, precision, rate, seed in product(*axes):
+            config = _config(study.job, precision, rate, seed)
+            if each.like is not None:
+                run = RunDir(Path(each.like))
+                history = observed(commits_of(run))
+                name = f"like_{run.name}_{rate}"
+            else:
+                name = variant_name(count, precision, length, lost, rate)
+                try:
+                    away = outages(count, length, lost, config.replicas, config.train.steps)
+                except ValueError as error:
+                    raise ConfigError(f"variants.{number}", name, f"failures that fit: {error}") from None
+                history = memberships(away, config.replicas)
+            if not history:
+                raise ConfigError(f"variants.{number}.like", str(each.like), "the folder of a run with commits")
+            folder = Path(study.dir) / f"{name}-seed{seed}"
+            found.setdefault(folder, Cell(name, seed, config, history, folder))
+    return [*found.values()]
+
+
+def _config(job: dict[str, Any], precision: str, rate: str, seed: int) -> Config:
+    constant = rate == "constant_batch"
+    overrides = [
+        f"--train.precision={precision}",
+        f"--train.seed={seed}",
+        f"--lr.intervention={'none' if constant else rate}",
+        *(["--quorum.batch=constant"] if constant else []),
+    ]
+    config = parse(job, overrides)
+    if config.train.device != "cpu":
+        raise ConfigError("job.train.device", config.train.device, "cpu: a GPU sums in another order")
+    if config.spares or config.chaos or config.memory.shrink_to is not None:
+        raise ConfigError("job", "spares, chaos or memory.shrink_to", "none of them: `variants` says what is lost")
+    return config
+
+
+def plan(config: Config, history: Sequence[RingPeriod]) -> list[PlannedSteps]:
+    """Return the steps of a job with such memberships, with the places that the lighthouse deals.
+
+    Args:
+        config: The job's configuration.
+        history: Who is in the ring, from step 1 on; a replica that is lost was in the ring of the step before.
+    """
+    rules = policy(config).units
+    ring = ("",) * config.ranks_per_replica
+    found: list[PlannedSteps] = []
+    before: Grant | None = None
+    ends = [*(each.first for each in history[1:]), config.train.steps + 1]
+    for epoch, (each, end) in enumerate(zip(history, ends, strict=True), 1):
+        base = StateId(0 if before is None else before.epoch, each.first - 1, "")
+        members = (Member(r, "", "behind" if r in each.behind else "contribute", ring) for r in each.ring)
+        grant = Grant(0, epoch, base, tuple(members), config.replicas, "")
+        grant = apportion(grant, before, rules, rules.refill == "same_step")
+        trained = before.places(each.first) if before is not None and each.late else {}
+        takes = {m.replica for m in grant.members if m.role == "contribute"}
+        for first, last in ((each.first, each.first), (each.first + 1, end - 1)):
+            if first <= min(last, config.train.steps):
+                due = {r: where for r, where in grant.places(first).items() if r in takes}
+                parts = {r: _parts(trained.get(r, ()), where) for r, where in due.items()}
+                found.append(PlannedSteps(first, last, epoch, grant.ring, parts, grant.units))
+            trained = {}
+        before = grant
+    return found
+
+
+def _parts(trained: Places, due: Places) -> tuple[Places, ...]:
+    """Return after which places a contributor has reduced its gradients: those that it had, and all."""
+    return (trained, due) if 0 < size(trained) < size(due) else (due,)
+
+
+@dataclass(frozen=True, slots=True)
+class StudyProgress:
+    done: int  # variants
+    of: int
+    steps: int  # trained now
+    left: int  # still to be trained
+    seconds: float  # since the begin
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return f"{self.done} of {self.of} variants done"
+        eta = self.seconds * self.left / self.steps
+        return f"{self.done} of {self.of} variants done, {self.left} steps left, about {eta / 60:.0f} min"
+
+
+def run(study: StudyConfig, jobs: int | None, show: Callable[[StudyProgress], None]) -> list[Cell]:
+    """Train what is not trained yet. Blocks.
+
+    Args:
+        study: What to train.
+        jobs: Variants at once; None: as many as fit on the cores of this process.
+        show: Called every `LOOK_S`.
+
+    Returns:
+        All variants, whose results are there now.
+
+    Raises:
+        ConfigError: A variant cannot be trained, or the folder has results of another study.
+        Retryable: The process of a variant has ended otherwise.
+    """
+    wanted = cells(study)
+    if jobs is not None and jobs < 1:
+        raise ConfigError("--jobs", jobs, "1 or more")
+    ranks = max(cell.config.ranks_per_replica for cell in wanted)
+    jobs = jobs or max(1, len(os.sched_getaffinity(0)) // ranks)
+    left = [cell for cell in wanted if not _done(cell)]
+    began, stop = time.monotonic(), threading.Event()
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            running = {pool.submit(_train, cell, stop) for cell in left}
+            while running:
+                done, running = wait(running, LOOK_S)
+                for each in done:
+                    each.result()
+                trained = sum(_rows(cell) for cell in left)
+                steps = sum(cell.config.train.steps for cell in left)
+                ended = len(wanted) - len(running)
+                show(StudyProgress(ended, len(wanted), trained, steps - trained, time.monotonic() - began))
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+    return wanted
+
+
+def _done(cell: Cell) -> bool:
+    """Return whether a variant is trained.
+
+    Raises:
+        ConfigError: It was trained with other settings.
+    """
+    found = read_json(cell.folder / "outcome.json")
+    if found and found.get("key") != cell.key:
+        allowed = (
+            "results of this study: another version, or other settings, made these (remove them, or set `dir`)"
+        )
+        raise ConfigError("dir", str(cell.folder), allowed)
+    return bool(found)
+
+
+def _rows(cell: Cell) -> int:
+    """Return how many steps of a variant are trained."""
+    try:
+        return (cell.folder / "steps.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def _train(cell: Cell, stop: threading.Event) -> None:
+    """Train one variant. Blocks until it is trained, or ``stop`` is set."""
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    found = cell.folder / "found.json"
+    for path in (found, cell.folder / "steps.jsonl"):
+        path.unlink(missing_ok=True)
+    (cell.folder / "config.yaml").write_text(dump(cell.config))
+    Variant.write(cell.folder / "plan.json", cell.plan)
+    ranks, (port,) = cell.config.ranks_per_replica, free_ports(1)
+    places = {f"rank-{rank}.log": place(rank, rank, ranks, port) for rank in range(ranks)}
+    began = time.monotonic()
+    failed = run_ranks(tied(__name__, str(cell.folder)), cell.folder, places, stop)
+    if failed is not None:
+        raise Retryable(f"{cell.name}: {failed.text} (exit code {failed.code})")
+    outcome = {"key": cell.key, "name": cell.name, "seed": cell.seed, "seconds": time.monotonic() - began}
+    away = [asdict(each) for each in cell.history]
+    replace_json(cell.folder / "outcome.json", outcome | (read_json(found) or {}) | {"history": away})
+
+
+def results(trained: Iterable[Cell]) -> list[dict[str, Any]]:
+    """Return what was found of each variant, with its rows."""
+    found = []
+    for cell in trained:
+        rows = [json.loads(line) for line in (cell.folder / "steps.jsonl").read_text().splitlines()]
+        found.append((read_json(cell.folder / "outcome.json") or {}) | {"rows": rows})
+    return found
+
+
+def write(folder: Path, results: Iterable[dict[str, Any]], found: Iterable[VariantResult]) -> None:
+    """Write `variants.csv` with what was found, and `curves.json` with the losses, for plots."""
+    with (folder / "variants.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(each.name for each in fields(VariantResult))
+        table.writerows(astuple(each) for each in found)
+    curves = [
+        {"name": each["name"], "seed": each["seed"], "history": each["history"], "eval": points(each)}
+        | {
+            "loss": [round(row["loss"], 4) for row in each["rows"]],
+            "units": [row["units"] for row in each["rows"]],
+        }
+        for each in results
+    ]
+    replace_json(folder / "curves.json", curves)
+
+
+def read(path: Path) -> StudyConfig:
+    """Return the study in a YAML file. Raises ConfigError."""
+    return load_as(StudyConfig, path)
+
+
+def main(folder: Path) -> int:
+    """Run one rank; return its exit code."""
+    variant = Variant.read(folder / "plan.json", folder / "steps.jsonl", folder / "found.json")
+    return entry.main(load(folder / "config.yaml"), 0, folder, variant)
+
+
+if __name__ == "__main__":
+    os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
+    ended = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ended)  # as a rank of a run ends

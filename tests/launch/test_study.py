@@ -1,0 +1,110 @@
+"""`study`: variants in real rank processes, which are trained once; and the bits of real runs with kills."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ft_hsdp.launch import study
+from ft_hsdp.launch.cli import main
+from ft_hsdp.launch.run.directory import read_jsonl
+from tests.support.scenarios.scenario_job import HARD, Job
+
+TINY = {
+    "replicas": 3,
+    "ranks_per_replica": 1,
+    "data": {"path": "text", "assignment": "global"},
+    "model": {"dim": 32, "layers": 1, "heads": 2},
+    "train": {"steps": 12, "seq_len": 16, "micro_batch": 1},
+}
+LOST = {"failures": [1], "steps": [4], "lost": [2], "rate": ["none", "constant_batch"]}
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_bytes(b"to be or not to be\n" * 5000)
+    return tmp_path / "study.yaml"
+
+
+def train(file: Path, capsys: pytest.CaptureFixture[str], **keys: Any) -> tuple[int, str]:
+    file.write_text(yaml.safe_dump({"job": TINY, "variants": [LOST], "dir": "found"} | keys))
+    code = main(["study", str(file), "--json", "--jobs", "2"])
+    said = capsys.readouterr()
+    return code, said.out or said.err
+
+
+@pytest.mark.multiproc
+def test_variants_are_trained_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = train(file, capsys)
+    assert code == 0
+    folders = sorted(Path("found").glob("*/"))
+    assert [folder.name for folder in folders] == [
+        "d1x_fp32_for4_2reps_batch_constant-seed1",
+        "d1x_fp32_for4_2reps_lr_none-seed1",
+    ]
+    constant, adapting = ([row["units"] for row in read_jsonl(folder / "steps.jsonl")] for folder in folders)
+    assert adapting == [3, 1, 1, 1, 1, *[3] * 7]
+    assert constant == [3, 1, *[3] * 10], "the lone replica trains three units from the step after on"
+    before = [(folder / "outcome.json").stat() for folder in folders]
+    (folders[1] / "outcome.json").unlink()  # as if it had been killed on the way
+    assert train(file, capsys)[0] == 0
+    after = [(folder / "outcome.json").stat() for folder in folders]
+    assert [a.st_mtime_ns == b.st_mtime_ns for a, b in zip(before, after, strict=True)] == [True, False]
+    assert len(json.loads(Path("found/curves.json").read_text())) == 2
+    code, said = train(file, capsys, job=TINY | {"optim": {"lr": 0.002}})
+    assert (code, said.count("\n")) == (64, 1)
+    assert said.startswith("dir: got 'found/d1x")
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"variants": []}, "variants"),
+        ({"variants": [{"failures": [1], "lost": [3]}]}, "variants.0"),
+        ({"variants": [{"failures": [3], "steps": [4]}]}, "variants.0"),
+        ({"variants": [{"like": "runs/none"}]}, "variants.0.like"),
+        ({"variants": [{"rates": ["sqrt"]}]}, "variants.0.rates"),
+        ({"job": {"trains": 3}}, "trains"),
+        ({"job": TINY | {"train": {"device": "cuda"}}}, "job.train.device"),
+        ({"job": TINY | {"spares": 1}}, "job"),
+    ],
+)
+def test_a_study_that_cannot_be_trained_is_refused_in_one_line(
+    file: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, Any], named: str
+) -> None:
+    code, said = train(file, capsys, **keys)
+    assert (code, said.count("\n")) == (64, 1)
+    assert said.startswith(f"{named}: got ")
+    assert not Path("found").exists()
+
+
+def kill(step: int, replica: int, down: int) -> dict[str, Any]:
+    return {"at_step": step, "replicas": [replica], "rank": 0, "signal": "KILL", "down_steps": down}
+
+
+CONSTANT = {"quorum__batch": "constant", "quorum__refill": "same_step", "lr__intervention": "none"}
+
+
+@pytest.mark.multiproc
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("settings", "rate"),
+    [({}, "sqrt"), (HARD | {"lr__intervention": "linear"}, "linear"), (CONSTANT, "constant_batch")],
+)
+def test_a_study_with_the_memberships_of_a_real_run_has_its_bits(
+    tmp_path: Path, settings: dict[str, Any], rate: str
+) -> None:
+    chaos = [kill(6, 1, 4), kill(10, 2, 6), kill(18, 0, 2)]
+    with Job(tmp_path, 30, chaos=chaos, **settings) as job:
+        digests = {replica["digest"] for replica in job.end()["replicas"].values()}
+        dumped = yaml.safe_load((job.run / "config.yaml").read_text())
+    of_job = dumped | {"chaos": []}
+    precision = of_job["train"]["precision"]
+    like = {"like": str(job.run), "rate": [rate], "precision": [precision], "seeds": [of_job["train"]["seed"]]}
+    wanted = study.StudyConfig.model_validate({"dir": str(tmp_path / "found"), "job": of_job, "variants": [like]})
+    (cell,) = study.run(wanted, None, lambda _: None)
+    assert len(cell.history) >= 5, "there were not enough failures"
+    assert {study.results([cell])[0]["digest"]} == digests
