@@ -279,9 +279,7 @@ EVENTS: dict[str, EventKind] = {
         grave=True,
         told=True,
     ),
-    "JobDoubted": EventKind(
-        "training changes {tensor}, and the committed state does not have it", grave=True, told=True
-    ),
+    "JobDoubted": EventKind("replicas may differ in {tensor}", grave=True, told=True),
     "BufferChanged": EventKind(
         "training changes {tensor}, which each replica has for itself",
         over="a change of {tensor} is taken back",

@@ -44,6 +44,7 @@ PLACES = {
     "apply-begin": "the commit is logged, nothing is applied yet",
     "apply-middle": "the weights are updated, ledger and name are not",
     "apply-end": "the step is applied, and no snapshot of it is taken",
+    "evaluation": "a batch of an evaluation is computed, and the replica's loss is not known",
     "snapshot": "a snapshot is copied, and its agent does not know that it is complete",
     "snapshot-kept": "a snapshot is complete, and its agent knows it",
     "fetch": "a part of the state that is fetched has arrived",

@@ -48,11 +48,13 @@ class LoggedFindings:
         self._service = service
 
     def take(self, kind: str, seq: int, row: Mapping[str, Any]) -> None:
-        if kind == "event" and row["event"] in ("CulpritFound", "StragglerSeen"):
+        name = row["event"] if kind == "event" else ""
+        blames = name in ("CulpritFound", "StragglerSeen")
+        if blames or (name == "JobDoubted" and row["source"] == "lighthouse"):
             self._events(row)
-            if row["replica"] is not None and not row["over"]:
-                told = (row[key] for key in ("replica", "kind", "witnesses", "epoch", "reason", "rank"))
-                self._service.suspect(Culprit(*told))
+        if blames and row["replica"] is not None and not row["over"]:
+            told = (row[key] for key in ("replica", "kind", "witnesses", "epoch", "reason", "rank"))
+            self._service.suspect(Culprit(*told))
 
     def close(self) -> None:
         pass

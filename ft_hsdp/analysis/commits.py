@@ -6,12 +6,15 @@ A replica may log a step that is rolled back later. So a step is canonical only 
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
 from ft_hsdp.core.commit import CommitRecord, Contribution
 
 VALUE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_./-]{0,63}")  # of a value that a training loop logs by `Job.log`
+EVAL_LOSS = "eval_loss"  # that of an evaluation inside the job
+MAX_TOLD = 4096  # newest states whose evaluations are known
 MAX_VALUES = 64  # names of such values in a job
 
 Row = dict[str, Any]
@@ -232,6 +235,23 @@ def newest_final(finals: Iterable[Row]) -> Row | None:
 
 def is_logged(row: Row) -> bool:
     return isinstance(row.get("values"), dict) and all(isinstance(row.get(key), int) for key in ("step", "epoch"))
+
+
+class SharedValues:
+    """The values that follow from a state alone: each replica tells them, and they count once."""
+
+    def __init__(self) -> None:
+        self._told: OrderedDict[str, Row] = OrderedDict()  # by the state's lineage
+
+    def before(self, row: Row) -> Row | None:
+        """Return what was told first of the state of ``row``; None: the row counts."""
+        lineage = row.get("lineage")
+        if lineage is None:  # one replica has logged it by `Job.log`
+            return None
+        first = self._told.setdefault(lineage, row)
+        if len(self._told) > MAX_TOLD:
+            self._told.popitem(last=False)
+        return None if first is row else first
 
 
 def logged_row(row: Row) -> Row:

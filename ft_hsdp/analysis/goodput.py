@@ -16,8 +16,9 @@ from typing import Any
 
 from ft_hsdp.event_table import EVENTS
 
-CAUSES = ("startup", "detect", "quorum", "reconnect", "fetch", "missing", "replay", "ftar", "commit", "other")
-WAITS = ("quorum", "commit", "ftar")  # the surest cause first
+FAILURES = ("startup", "detect", "quorum", "reconnect", "fetch", "missing", "replay")
+CAUSES = (*FAILURES, "evaluation", "ftar", "commit", "other")
+WAITS = ("evaluation", "quorum", "commit", "ftar")  # the surest cause first
 MEANT = ("done", "stopped", "left")  # planned ends of an incarnation
 BY_FAILURES = ("detect", "quorum", "reconnect", "fetch", "missing")
 BINS_PER_OCTAVE = 128  # of the histogram of steps: a median is exact to 0.6 %, or wholly while bins hold one value

@@ -26,7 +26,7 @@ from ft_hsdp.config.running import (
     StateConfig,
 )
 from ft_hsdp.config.timeouts import RestartConfig, TimeoutsConfig, WaitKey
-from ft_hsdp.config.training import DataConfig, LrConfig, ModelConfig, OptimConfig, TrainConfig
+from ft_hsdp.config.training import DataConfig, EvalConfig, LrConfig, ModelConfig, OptimConfig, TrainConfig
 from ft_hsdp.core.restart import BACKOFF_MAX_S, RestartPolicy
 
 _MODULE = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
@@ -83,6 +83,7 @@ class Config(Section):
     train: TrainConfig = Field(default_factory=TrainConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig = Field(default_factory=DataConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     lr: LrConfig = Field(default_factory=LrConfig)
     ftar: FtarConfig = Field(default_factory=FtarConfig)
@@ -166,6 +167,9 @@ class Config(Section):
         for key in ("args", "entry_digest"):
             if self.entry is None and getattr(self, key):
                 raise refuse(key, getattr(self, key), "nothing, unless entry names a script or a function")
+        if self.eval.every and self.eval.data is None and self.entry is None:
+            allowed = f"a file or folder of text, with eval.every ({self.eval.every}) and the built-in trainer"
+            raise refuse("eval.data", None, allowed)
         if self.slots < self.replicas:
             raise refuse("max_replicas", self.max_replicas, f"at least replicas ({self.replicas}), or null")
         if self.ranks_per_replica % self.ranks_per_unit:

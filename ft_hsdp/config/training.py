@@ -121,6 +121,18 @@ class DataConfig(Section):
         return VOCABULARY[self.tokenizer]
 
 
+class EvalConfig(Section):
+    """Evaluation inside the job."""
+
+    every: Int = Field(0, ge=0, le=10**9, description="evaluate each so many steps, and the last one; 0: never")
+    batches: Int = Field(
+        16, ge=1, le=65536, description="batches of train.micro_batch sequences; each replica computes them all"
+    )
+    data: PathText | None = Field(
+        None, description="text that is not trained, as data.path; null: an entry has data of its own"
+    )
+
+
 class OptimConfig(Section):
     """The optimizer, which is AdamW."""
 

@@ -417,7 +417,11 @@ def prepare_data(config: Config) -> None:
     if config.entry is None:
         from ft_hsdp.train import tokens  # numpy is not needed for --help
 
-        tokens.prepare(config.data.path, config.data.tokenizer, config.data.max_bytes, runs_dir / ".cache")
+        how = config.data.tokenizer, config.data.max_bytes, runs_dir / ".cache"
+        tokens.prepare(config.data.path, *how)
+        if config.eval.every and config.eval.data is not None:
+            with tokens.naming("eval.data"):
+                tokens.prepare(config.eval.data, *how)
 
 
 def what_is_kept(config: Config) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -31,11 +32,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ft_hsdp.analysis.commits import EVAL_LOSS
 from ft_hsdp.config import Config, config_hash
 from ft_hsdp.core import state_id
 from ft_hsdp.core.effects import Exit, Reduce, RunBatch
 from ft_hsdp.core.events import Leaving
 from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.train.data.prefetch import Reader, Source
@@ -45,6 +48,7 @@ from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, parts_of, shard
 from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin, leaving_on_signals
 from ft_hsdp.train.lanes import check_fewer_ranks, check_update
 from ft_hsdp.train.loop.callbacks import CommittedStep
+from ft_hsdp.train.loop.evaluation import Evaluation
 from ft_hsdp.train.loop.user_loop import UserLoop, counts
 from ft_hsdp.train.optimizer.committing import Ended, Optimizer
 from ft_hsdp.train.optimizer.creation import create_state
@@ -319,6 +323,7 @@ class Job(DataSources, UserLoop):
         self._callbacks.fix()
         self._user.fix()
         self._live_state.hold(self._user)
+        driver.evaluation = self._evaluation()
         if self.over:
             return  # the end of training is the end of all epochs
         reader = self._open_reader(source)
@@ -357,7 +362,9 @@ class Job(DataSources, UserLoop):
         if self.config.data.weight != "tokens":
             raise ConfigError("job.weigh", tokens, "no call, unless data.weight is tokens (it is units)")
         weight, driver = checked_weight(tokens), self._driver
-        if driver is not None and driver.current is not None:
+        if driver is not None and driver.evaluation is not None and driver.evaluation.weight is not None:
+            driver.evaluation.weight = weight
+        elif driver is not None and driver.current is not None:
             driver.current.weigh(weight)
 
     def leave(self) -> None:
@@ -520,6 +527,20 @@ class Job(DataSources, UserLoop):
         if self._log is not None and numbers and counts(self.replica, self.step, self.last):
             self._log.logged(step, state.commit_epoch, numbers)
 
+    def _evaluation(self) -> Evaluation[Any] | None:
+        if self._evaluated is None:
+            if self.config.eval.every:
+                allowed = "0, or a loop that calls job.evaluate before job.batches"
+                raise ConfigError("eval.every", self.config.eval.every, allowed)
+            return None
+        model, given = self._adopted.model, self._evaluated
+        return Evaluation(self.config, *given, model, self.rank, self.ranks, self.device, self.pause)
+
+    def _write_evaluated(self, state: StateId, loss: float) -> None:
+        if self._log is not None:
+            values = {EVAL_LOSS: loss if math.isfinite(loss) else None}
+            self._log.logged(state.step, state.commit_epoch, values, state.lineage)
+
     # The model's hooks; during `warm_up` there is no step.
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -569,7 +590,8 @@ class Job(DataSources, UserLoop):
         check_in(runtime, state, checkpoints)
         if self._leaves is not None:
             runtime.leave(self._leaves)
-        driver.begin(Joined(runtime, self._saver, self._log, self.built_in, not identity.restarts))
+        joined = runtime, self._saver, self._log, self.built_in, not identity.restarts
+        driver.begin(Joined(*joined, self._write_evaluated))
 
 
 __all__ = ["Ended", "Job", "Optimizer", "Source"]

@@ -27,6 +27,7 @@ from ft_hsdp.config import Config, config_hash
 from ft_hsdp.core.effects import DropGradient, Exit, Reduce, RunBatch, WriteCheckpoint
 from ft_hsdp.core.ledger import Run, overlaps
 from ft_hsdp.core.randomness import stream
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import Places
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.train.data.prefetch import Reader, count_tokens, move
@@ -37,7 +38,8 @@ from ft_hsdp.train.fsdp.frozen import ways
 from ft_hsdp.train.fsdp.moving_buffers import AT_COMMIT, KEY, WHEN
 from ft_hsdp.train.gradients import Feeding
 from ft_hsdp.train.identity import fatal_units
-from ft_hsdp.train.loop.callbacks import CallbackFailed, Callbacks, CommittedStep
+from ft_hsdp.train.loop.callbacks import CallbackFailed, Callbacks, CommittedStep, called
+from ft_hsdp.train.loop.evaluation import Evaluation
 from ft_hsdp.train.optimizer.groups import Groups
 from ft_hsdp.train.orders import ApplyOrder, LoadOrder, Mailbox
 from ft_hsdp.train.runtime import RankRuntime
@@ -60,6 +62,7 @@ class Joined:
     log: StepLog | None  # on rank 0
     built_in: bool  # whether the trainer of this package runs it, so that a replay can repeat it
     first: bool = False  # whether no process was this replica before in this run
+    evaluated: Callable[[StateId, float], object] | None = None  # takes each loss; None: nothing is evaluated
 
 
 @dataclass(eq=False)
@@ -74,6 +77,7 @@ class StepDriver:
     _mailbox: Mailbox  # where the leader's orders come from
     _callbacks: Callbacks  # the user's
     replica: int = 0  # set by `guess`
+    evaluation: Evaluation[Any] | None = None  # set by `Job.batches`
     clip: float | None = None  # the largest norm of the reduced gradient
     _joined: Joined | None = None
     _left: bool = False  # the script has ended training
@@ -83,6 +87,7 @@ class StepDriver:
     _step: int = 0
     _taken: bool = False  # `end` has taken what was yielded last
     _awaited_s: float = 0.0  # that the main thread waited for the quota
+    _evaluated_s: float = 0.0  # for which the step before was evaluated
     _tokens: int = 0  # of the newest unit
     _since: float = field(default_factory=time.monotonic)  # the last commit
     _committed: bool = False  # whether this incarnation has applied a step
@@ -410,7 +415,19 @@ class StepDriver:
         runtime.spans.step(record.step)
         runtime.reducer.give_back(order.reduced)
         self._since, self._awaited_s = now, 0.0
+        if self.replica in record.contributors:  # one that catches up goes on with that
+            with self._ends_the_rank():
+                called("job.evaluate", self._evaluate, record.state_id)
         self._conclude_at_end()
+
+    def _evaluate(self, state: StateId) -> None:
+        """Evaluate a state that was just applied, if it is its turn, and tell the loss. A collective."""
+        began, take = time.monotonic(), self.here.evaluated
+        if self.evaluation is not None and take is not None:
+            loss = self.evaluation.at(state.step)
+            if loss is not None:
+                take(state, loss)
+                self._evaluated_s = time.monotonic() - began
 
     def _rejoined(self) -> None:
         with self._ends_the_rank():
@@ -438,6 +455,8 @@ class StepDriver:
         waits["quorum"] += self._awaited_s
         if live_state.offload is not None:
             waits["offload"] = live_state.offload.lap()  # of the update before
+        if self._evaluated_s:
+            waits["evaluation"], self._evaluated_s = self._evaluated_s, 0.0
         timing = Timing(now - self._since, waits, traffic.bytes_sent, traffic.seconds, copying.nbytes)
         tokens = record.divisor if self._weighs else self._tokens * record.units
         mine = self.replica in record.contributors

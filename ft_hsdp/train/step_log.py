@@ -130,8 +130,9 @@ class StepLog:
         if self.tee is not None:
             self.tee(row)
 
-    def logged(self, step: int, epoch: int, values: Mapping[str, float | None]) -> None:
-        where = {"step": step, "epoch": epoch}
+    def logged(self, step: int, epoch: int, values: Mapping[str, float | None], lineage: str = "") -> None:
+        """Note values of a step; with ``lineage``, of the state from which alone they follow on any replica."""
+        where = {"step": step, "epoch": epoch, **({"lineage": lineage} if lineage else {})}
         row = {"t": time.time(), **where, "values": dict(values), "incarnation": self._incarnation}
         if self._logged is None:
             self._logged = Queued(self._folder / "logged.jsonl", self.lost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -71,6 +72,15 @@ def prepare(path: str, tokenizer: str, max_bytes: int, cache: Path) -> Path:
     except OSError as error:
         raise Retryable(f"cannot write tokens to {cache}: {error}") from error
     return ready
+
+
+@contextlib.contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Have an error on a text name ``key``."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(key, error.value, error.allowed) from None
 
 
 def count(path: str, tokenizer: str, max_bytes: int, enough: int) -> int:

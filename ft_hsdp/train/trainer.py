@@ -15,15 +15,13 @@ from ft_hsdp.train.data.prefetch import move
 from ft_hsdp.train.fsdp.adopted_model import FP32
 from ft_hsdp.train.join import join
 from ft_hsdp.train.model import ModelArgs, Transformer
-from ft_hsdp.train.tokens import Tokens, prepare
+from ft_hsdp.train.tokens import Tokens, naming, prepare
 
 
 def dataset(config: Config) -> Batches:
-    cache = Path(config.job.runs_dir) / ".cache"
-    tokens = Tokens.open(prepare(config.data.path, config.data.tokenizer, config.data.max_bytes, cache))
     t = config.train
     return Batches(
-        tokens,
+        _tokens(config, config.data.path),
         t.seq_len,
         t.micro_batch,
         t.seed,
@@ -32,6 +30,19 @@ def dataset(config: Config) -> Batches:
         accumulate=t.accumulate,
         ignore_first=config.data.weight == "tokens",
     )
+
+
+def eval_dataset(config: Config) -> Batches:
+    """Return the batches of evaluations; a text that is too small for one evaluation is read again."""
+    t, ignore_first = config.train, config.data.weight == "tokens"
+    with naming("eval.data"):
+        tokens = _tokens(config, config.eval.data or "")
+        return Batches(tokens, t.seq_len, t.micro_batch, t.seed, 1, ignore_first=ignore_first)
+
+
+def _tokens(config: Config, path: str) -> Tokens:
+    cache = Path(config.job.runs_dir) / ".cache"
+    return Tokens.open(prepare(path, config.data.tokenizer, config.data.max_bytes, cache))
 
 
 def weight(config: Config, batch: tuple[Tensor, Tensor]) -> int:
@@ -76,15 +87,23 @@ def factor(config: Config, step: int) -> float:
 def train(config: Config) -> None:
     """Train until the job ends, or until SIGTERM: then the replica leaves at the next commit (`Job.batches`)."""
     data = dataset(config)
+    evaluated = eval_dataset(config) if config.eval.every else None
     job = join()
     job.built_in = True
     model = job.shard(build(config), policy=policy(config))
     optimizer = build_optimizer(config, list(model.parameters()))
     optim = job.optimizer(optimizer, lambda step: factor(config, step))
     optim.clip = config.optim.clip
-    job.warm_up(lambda: model(move(data.batch(0, 0, job.rank), job.device)).backward())
-    for batch in job.batches(data, config.train.accumulate):
+
+    def loss_of(batch: tuple[Tensor, Tensor]) -> Tensor:
         if config.data.weight == "tokens":
             job.weigh(weight(config, batch))
-        model(batch).backward()
+        loss: Tensor = model(batch)
+        return loss
+
+    if evaluated is not None:
+        job.evaluate(loss_of, evaluated)
+    job.warm_up(lambda: model(move(data.batch(0, 0, job.rank), job.device)).backward())
+    for batch in job.batches(data, config.train.accumulate):
+        loss_of(batch).backward()
         optim.step()

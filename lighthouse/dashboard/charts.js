@@ -16,14 +16,14 @@ const rate = (gbps) => (gbps ? `${short(gbps * 1e9).replace(/(\d)$/, "$1 ")}B/s`
 export const CHARTS = [
   { name: "step_s", label: "Step time", value: span, tick: (v) => `${short(v, 3)} s`, floor: 0, about: "from one commit to the next" },
   { name: "gbps", label: "FTAR", value: rate, tick: rate, floor: 0, about: "bytes that one rank sends in all-reduces, for each second in which they are under way" },
-  { name: "loss", label: "Loss", value: (v) => (v ?? NaN).toFixed(4), tick: (v) => short(v, 3), floor: null, about: "mean loss of a step; the axis does not begin at 0" },
+  { name: "loss", label: "Loss", value: (v) => (v ?? NaN).toFixed(4), tick: (v) => short(v, 3), floor: null, beside: "eval_loss", about: "mean loss of a step, and of evaluations as points; the axis does not begin at 0" },
   { name: "healthy", label: "Healthy replicas", value: (v) => `${v}`, tick: (v) => (Number.isInteger(v) ? `${v}` : ""), floor: 0, step: true, about: "replicas that contributed to a step" },
   { name: "units", label: "Units", value: (v) => `${v}`, tick: (v) => (Number.isInteger(v) ? `${v}` : ""), floor: 0, step: true, about: "micro-batches of one rank in a step; the axis ends at a step to which all replicas contribute" },
 ];
 
 /** A strip for each value that the training loop logs. */
 const loggedCharts = (names) =>
-  names.map((name) => ({ name, logged: true, color: "loss", label: name, value: (v) => short(v, 5), tick: (v) => short(v, 3), floor: null, about: "logged by the training loop; the axis does not begin at 0" }));
+  names.filter((name) => name !== "eval_loss").map((name) => ({ name, logged: true, color: "loss", label: name, value: (v) => short(v, 5), tick: (v) => short(v, 3), floor: null, about: "logged by the training loop; the axis does not begin at 0" }));
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -69,23 +69,29 @@ function options(chart, last, width) {
         spanGaps: false,
         paths: chart.step ? uPlot.paths.stepped({ align: 1 }) : uPlot.paths.linear(),
       },
+      ...(chart.beside ? [{ stroke: () => css("--c-healthy"), width: 1.25, points: { show: true, size: 4 } }] : []),
     ],
   };
 }
 
 const NONE = { t: [], step: [], value: [] };
 
-const columns = ({ overview, at }, chart) => {
-  const all = chart.logged ? (overview.logged[chart.name] ?? NONE) : overview.series;
+/** Times and values of a curve. */
+const curve = ({ overview, at }, name, logged) => {
+  const all = logged ? (overview.logged[name] ?? NONE) : overview.series;
   const series = at === null ? all : until(all, at);
-  return [series.t, series[chart.logged ? "value" : chart.name]];
+  return [series.t, series[logged ? "value" : name]];
 };
+
+const curves = (state, { name, logged, beside }) => [curve(state, name, logged), ...(beside ? [curve(state, beside, true)] : [])];
+
+const columns = (state, chart) => (chart.beside ? uPlot.join(curves(state, chart)) : curves(state, chart)[0]);
 
 function Readout({ chart }) {
   const text = useStore((state) => {
-    const [times, values] = columns(state, chart);
-    const value = values[indexAt(times, Math.min(state.cursor ?? Infinity, nowOf(state)))];
-    return value === null || value === undefined ? "–" : chart.value(value);
+    const t = Math.min(state.cursor ?? Infinity, nowOf(state));
+    const [own, beside] = curves(state, chart).map(([times, values]) => values[indexAt(times, t)] ?? null);
+    return `${own === null ? "–" : chart.value(own)}${(beside ?? null) === null ? "" : ` · eval ${chart.value(beside)}`}`;
   });
   const pointed = useStore((state) => state.cursor !== null);
   return html`<output class=${`readout num ${pointed ? "pointed" : ""}`}>${text}</output>`;

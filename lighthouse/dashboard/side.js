@@ -11,6 +11,7 @@ const CAUSES = {
   fetch: "waiting for state",
   missing: "fewer contributors",
   replay: "steps done twice",
+  evaluation: "losses on other data",
   ftar: "exposed all-reduce",
   commit: "agreeing on the step",
   other: "none of these",

@@ -18,12 +18,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from ft_hsdp.analysis.commits import EVAL_LOSS
 from ft_hsdp.jsonl import is_finite
 from lighthouse.http.access import Bearer, Keys
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.replicas import STATES
 
-WAITS = ("quorum", "ftar", "snapshot", "copies", "commit", "offload")
+WAITS = ("quorum", "ftar", "snapshot", "copies", "commit", "offload", "evaluation")
 ROUTES = (
     *("/v1/quorum", "/v1/processes", "/v1/telemetry", "/v1/status", "/v1/overview", "/v1/events", "/v1/stream"),
     *("/v1/diagnosis", "/v1/holders", "/metrics", "/healthz", "/"),
@@ -187,10 +188,12 @@ class Scraped(Collector):
 
 def _job(overview: Mapping[str, Any]) -> Iterator[Metric]:
     job, head, lighthouse = overview["job"], overview["head"], overview["lighthouse"]
+    evaluated = overview["logged"].get(EVAL_LOSS, {"value": [None]})["value"]
     for name, text, value in (
         ("step", "Newest committed step", head["step"]),
         ("target_steps", "Steps of the whole job", job["steps"]),
         ("loss", "Loss of the newest step", head["loss"]),
+        (EVAL_LOSS, "Loss of the newest evaluation", evaluated[-1]),
         ("learning_rate", "Learning rate of the newest step", head["lr"]),
         ("learning_rate_scale", "Its part that follows from units per wanted units", head["lr_scale"]),
         ("replicas", "Replicas of the job", job["total"]),

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol, Unpack
 
+from ft_hsdp.analysis.commits import SharedValues
 from ft_hsdp.analysis.culprits import find_slow
 from ft_hsdp.analysis.diagnosis import Dump, heard
 from ft_hsdp.core.state_id import digest
@@ -100,6 +101,7 @@ class JobJournal:
         self._overview = Overview(about)
         self._caught_up = database.last == 0
         self._known = OrderedDict((_name(e.row), None) for e in database.commits(MAX_READ))
+        self._shared = SharedValues()
         self._heard = OrderedDict[str, None]()  # digests of events and of who told them
         self._stragglers = Stragglers(about.slots)
         self._vitals = Vitals()
@@ -107,6 +109,7 @@ class JobJournal:
         # On the monotonic clock: when the newest step was told, and until when none had come for long.
         self._committed: float | None = None
         self._uneven: float | None = None
+        self._paused = -math.inf  # when a training loop did something else last
         self._dropped: dict[str, int] = {}
         self._past_overviews: OrderedDict[float, Overview] = OrderedDict()
         self._past = asyncio.Lock()
@@ -160,7 +163,8 @@ class JobJournal:
             "commit",
             [row | {"incarnation": who.incarnation} for row in commits if self._first(_name(row), self._known)],
         )
-        self._number("logged", [row | {"incarnation": who.incarnation} for row in logged])
+        of_whom = {"incarnation": who.incarnation}
+        self._number("logged", [row | of_whom for row in logged if self._counts(row, who.replica)])
         if commits:
             self._note_commit(self._monotonic())
         for row, raw in zip(commits, telemetry.commits, strict=True):
@@ -248,7 +252,8 @@ class JobJournal:
         newest = self._overview.newest
         failures = self._overview.told(newest - FAILED_S, newest, self._overview.goodput.steps.median)
         ranks = tuple(self._vitals.known(now))
-        stopped = quiet_s is not None and has_stopped(ranks, quiet_s, typical) and self._overview.ended is None
+        still_s = 0.0 if quiet_s is None else min(quiet_s, now - self._paused)
+        stopped = has_stopped(ranks, still_s, typical) and self._overview.ended is None
         pauses = {str(replica): what for replica, what in self._vitals.pauses(now).items()}
         told = tuple(failure for failure in failures if not failure["done"])
         even_s = None if self._uneven is None else now - self._uneven
@@ -379,6 +384,15 @@ class JobJournal:
         while len(self._past_overviews) > PASTS:
             self._past_overviews.popitem(last=False)
 
+    def _counts(self, row: Row, replica: int | None) -> bool:
+        """Return whether logged values count: those that were told of their state before are only compared."""
+        first = self._shared.before(row)
+        if first is not None and first["values"] != row["values"]:
+            reason = f"of one state replicas tell {first['values']} and {row['values']}"
+            facts = {"replica": replica, "step": row["step"], "tensor": ", ".join(row["values"]), "reason": reason}
+            self._number("event", [{"t": row["t"], "event": "JobDoubted", "source": "lighthouse", **facts}])
+        return first is None
+
     def _first(self, name: Hashable, known: OrderedDict[Any, None]) -> bool:
         if name in known:
             return False
@@ -424,8 +438,10 @@ class JobJournal:
             active = [lane.replica for lane in self._overview.lanes.all if lane.state in RUN]
             now, typical = self._monotonic(), self._overview.goodput.steps.typical
             self._tell("ReplicaStalled", self._vitals.judge(active, typical, now))
-            if self._committed is not None and self._overview.ended is None and not self._vitals.pauses(now):
-                known, quiet_s = partial(self._vitals.known, now), now - self._committed
+            pauses = self._vitals.pauses(now)
+            self._paused = now if pauses else self._paused
+            if self._committed is not None and self._overview.ended is None and not pauses:
+                known, quiet_s = partial(self._vitals.known, now), now - max(self._committed, self._paused)
                 self._tell("CulpritFound", self._suspects.judge(known, quiet_s, typical, now))
 
     def _tell(self, event: str, found: Iterable[StragglerVerdict | Change | SuspectVerdict]) -> None:

@@ -40,6 +40,7 @@ _SUPERVISED = frozenset({"supervisor", "chaos"})
 _NUMBERS = ("loss", "lr", "lr_scale", "norm", "ftar_bytes", "ftar_s", "tokens")  # None if they are no number
 
 Name = Annotated[str, Field(pattern=f"^{_NAME.pattern}$")]
+Lineage = Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=100 * DAY_S, allow_inf_nan=False)]
 
@@ -103,7 +104,7 @@ class _CommitRow(TypedDict):
     step: Count
     epoch: Count
     attempt: NotRequired[Count]
-    lineage: Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
+    lineage: Lineage
     contributors: list[Count]
     total: Annotated[int, Field(ge=1, le=MAX_COUNT)]
     step_s: Seconds
@@ -117,6 +118,7 @@ class _CommitRow(TypedDict):
 class _LoggedRow(TypedDict):
     step: Count
     epoch: Count
+    lineage: NotRequired[Lineage]  # of the state from which alone the values follow
     values: Annotated[
         dict[Annotated[str, Field(pattern=f"^(?:{VALUE_NAME.pattern})$")], Finite | None],
         Field(min_length=1, max_length=MAX_VALUES),

@@ -181,7 +181,7 @@ class LoggedCurves:
             points = self._of[name]
             first = bisect_left(points, start, key=lambda p: p.t)
             last = bisect_right(points, end, key=lambda p: p.t)
-            shown = points[first : last : max(1, (last - first) // most)]
+            shown = points[first:last][:: -max(1, (last - first) // most)][::-1]  # the newest one among them
             if shown:
                 found[name] = {
                     "t": [p.t for p in shown],

@@ -55,6 +55,9 @@ def test_a_value_that_a_loop_logs_gets_a_strip_of_its_own(live, own):
     own.tell(0, logged=(row,))
     expect(live.locator(".strip", has_text="eval/accuracy")).to_contain_text("0.625")
     assert live.locator(".strip").count() == strips + 1
+    own.tell(0, logged=(row | {"values": {"eval_loss": 0.875}},))
+    expect(live.locator(".strip", has_text="Loss")).to_contain_text("eval 0.8750")
+    assert live.locator(".strip").count() == strips + 1, "the loss of an evaluation is in the chart of the loss"
 
 
 def test_the_units_of_a_step_and_a_replica_on_standby_are_shown(live, own):

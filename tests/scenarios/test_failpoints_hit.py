@@ -84,6 +84,8 @@ def test_each(tmp_path: Path, place: str, rank: int) -> None:
     if place == "fetch":
         settings["chaos"] = [FIRST_KILL]
         point |= {"life": 1}
+    if place == "evaluation":
+        settings |= {"eval__every": 4, "eval__data": "stdlib"}
     if place.startswith("checkpoint"):
         settings["checkpoint__every"] = 5
         point |= {"replicas": [0]}

@@ -216,6 +216,9 @@ def _absolute(config: Config) -> Config:
     data, checkpoint = config.data, config.checkpoint
     if data.path != "stdlib":
         data = data.model_copy(update={"path": str(Path(data.path).resolve())})
+    evaluated = config.eval
+    if evaluated.data not in (None, "stdlib"):
+        evaluated = evaluated.model_copy(update={"data": str(Path(evaluated.data).resolve())})
     entry = config.entry
     if entry is not None and not is_function(entry):
         entry = str(locate(entry).resolve())

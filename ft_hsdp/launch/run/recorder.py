@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from ft_hsdp.analysis.commits import (
     CommitMerger,
+    SharedValues,
     canonical,
     counted,
     is_logged,
@@ -66,9 +67,10 @@ def commits_of(run: RunDir) -> list[Row]:
 
 
 def logged_of(run: RunDir) -> list[Row]:
-    """Return the values that the loops of a run have logged, by time."""
-    rows = chain.from_iterable(read_jsonl(run.logged(n)) for n in run.replicas())
-    return sorted(filter(is_logged, rows), key=lambda row: row["t"])
+    """Return the values that the loops of a run have logged, by time; those of evaluations once."""
+    rows, shared = chain.from_iterable(read_jsonl(run.logged(n)) for n in run.replicas()), SharedValues()
+    by_time = sorted(filter(is_logged, rows), key=lambda row: row["t"])
+    return [row for row in by_time if shared.before(row) is None]
 
 
 def finals_of(run: RunDir) -> dict[int, Row]:
@@ -148,6 +150,7 @@ class Recorder:
         self._commits = [Tailer(run.commits(n)) for n in slots]
         self._fed = FedLogs(run, slots)
         self._logged = [Tailer(run.logged(n)) for n in slots]
+        self._shared = SharedValues()
         self._early: list[Row] = []  # logged values of steps that are not published yet
         self._epochs: list[tuple[int, int]] = []  # of published steps: first step of each epoch, and the epoch
         self._published = 0  # the newest step
@@ -248,7 +251,8 @@ class Recorder:
         due = [row for row in self._early if row["step"] <= self._published]
         self._early = [row for row in self._early if row["step"] > self._published]
         for row in due:
-            if row["epoch"] >= self._epoch_of(row["step"]):  # otherwise it is of a step that did not last
+            lasted = row["epoch"] >= self._epoch_of(row["step"])
+            if lasted and self._shared.before(row) is None:
                 self._metrics_file.write(logged_row(row))
 
     def _epoch_of(self, step: int) -> int:

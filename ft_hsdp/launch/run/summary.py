@@ -39,7 +39,7 @@ class RunTally:
         self._starts: Counter[int] = Counter()  # by supervisors
         self._boots: Counter[int] = Counter()  # incarnations that began to work: all that is known under torchrun
         self._recoveries: list[Row] = []
-        self._doubted: set[str] = set()  # tensors that training changes, and that the state does not have
+        self._doubted: set[str] = set()  # tensors, or values, in which replicas may differ
         self._unplaced: dict[int, bool] = {}  # whether a replica's newest event is that it has no place
         self._counted_to = -1  # failures of commits up to this epoch were counted before a rewind
         self._begin()

@@ -260,7 +260,7 @@ def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str,
     ]
     if doubted := summary.get("doubted"):
         more = f" and {len(doubted) - 1} more" if doubted[1:] else ""
-        lines.append(("in doubt", f"{doubted[0]}{more}: training changes what the final state does not have"))
+        lines.append(("in doubt", f"{doubted[0]}{more}: replicas may differ in it (JobDoubted)"))
     for failure in summary["failures"]:
         lines.append(("failure", _failure(failure)))
     if len(summary["failures"]) >= MANY:

@@ -10,7 +10,8 @@ Read in this order:
   loaded, and at the end. Those on a commit are a part of applying the step;
 - `user_state`: state of the user that is part of the committed state. It changes in callbacks on a commit;
 - `user_loop`: the part of `Job` with all of these; numbers of the loop for the metrics, and which replica's count;
-  pauses, which are announced so that nobody takes them for a hang.
+  pauses, which are announced so that nobody takes them for a hang;
+- `evaluation`: the loss of committed states on other data, which each replica computes by itself.
 
 The way of a committed step: ``StepDriver._apply`` makes a `CommittedStep` of the record, and `LiveState.apply`
 calls ``Callbacks.call`` between the update of the weights and the state's new name. An error there ends the

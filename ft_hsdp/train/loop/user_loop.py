@@ -18,6 +18,7 @@ import torch
 
 from ft_hsdp.analysis.commits import MAX_VALUES, VALUE_NAME
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.train.data.prefetch import Source
 from ft_hsdp.train.loop.callbacks import Callbacks, CommittedStep, OnCommit, OnLeave, OnRejoin
 from ft_hsdp.train.loop.user_state import Registered, UserState
 
@@ -29,6 +30,7 @@ _log = logging.getLogger(__name__)
 CommitCallback = TypeVar("CommitCallback", bound=OnCommit)
 RejoinCallback = TypeVar("RejoinCallback", bound=OnRejoin)
 LeaveCallback = TypeVar("LeaveCallback", bound=OnLeave)
+Batch = TypeVar("Batch")
 
 
 def checked(values: object, known: set[str]) -> dict[str, float | None]:
@@ -42,7 +44,7 @@ def checked(values: object, known: set[str]) -> dict[str, float | None]:
     """
     if not isinstance(values, Mapping):
         raise ConfigError("job.log", values, "a mapping of names to numbers")
-    numbers = {_name(name): _number(str(name), value) for name, value in values.items()}
+    numbers = {_name(name): number(f"job.log({name})", value) for name, value in values.items()}
     if len(known | set(numbers)) > MAX_VALUES:
         new = min(set(numbers) - known)
         raise ConfigError("job.log", new, f"at most {MAX_VALUES} names in a job")
@@ -56,15 +58,15 @@ def _name(name: object) -> str:
     return name
 
 
-def _number(name: str, value: object) -> float | None:
+def number(key: str, value: object) -> float | None:
     """Return a value as a number, None if it is not finite; numpy's numbers have ``item`` as tensors have."""
     shown = value
     if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ConfigError(f"job.log({name})", f"a tensor of shape {list(value.shape)}", "a number")
+        raise ConfigError(key, f"a tensor of shape {list(value.shape)}", "a number")
     if not isinstance(value, int | float) and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"job.log({name})", shown, "a number")
+        raise ConfigError(key, shown, "a number")
     return float(value) if math.isfinite(value) else None
 
 
@@ -99,6 +101,7 @@ class UserLoop:
         self._not_finite: set[str] = set()  # names whose value was not, at least once
         self._callbacks = Callbacks()
         self._user = UserState()
+        self._evaluated: tuple[Callable[[Any], object], Source[Any]] | None = None  # what `evaluate` was given
 
     def on_commit(self, callback: CommitCallback) -> CommitCallback:
         """Have ``callback`` called with each committed step. A decorator, or a call before the first batch.
@@ -198,6 +201,26 @@ class UserLoop:
             self._not_finite.add(name)
             _log.warning("job.log: %s is not finite; it is written as null, now and later", name)
         self._write_logged(checked_step(step, self.step), numbers)
+
+    def evaluate(self, loss_of: Callable[[Batch], object], source: Source[Batch]) -> None:
+        """Have the model evaluated after each step that `eval.every` names. A call before `batches`.
+
+        Each contributor to the step computes all batches, shared out to its ranks, once it has applied the step:
+        in eval mode, without gradients, and announced as by `pause`, for `timeouts.pause_s` at most. The mean is
+        logged as `eval_loss`.
+
+        Args:
+            loss_of: Called with a batch on the job's device, as often on each rank; returns the mean loss, which
+                depends on the committed state and the batch alone. With `data.weight: tokens` it calls `weigh`.
+            source: Its ``batch(0, i, 0, 0)`` is batch i of each evaluation, from 0 to `eval.batches` - 1.
+
+        Raises:
+            ConfigError: An argument is something else.
+        """
+        if not callable(loss_of) or not callable(getattr(source, "batch", None)):
+            given = f"{type(loss_of).__name__}, {type(source).__name__}"
+            raise ConfigError("job.evaluate", given, "a function, and what has batch(shard, index, rank, micro)")
+        self._evaluated = loss_of, source
 
     @contextlib.contextmanager
     def pause(self, what: str, limit_s: float | None = None) -> Iterator[None]:

@@ -10,7 +10,7 @@ from ft_hsdp.config import Config, dump, parse
 from ft_hsdp.jsonl import LineWriter, replace_json
 from ft_hsdp.launch import cli
 from ft_hsdp.launch.run.directory import Row, RunDir
-from ft_hsdp.launch.run.recorder import Recorder
+from ft_hsdp.launch.run.recorder import Recorder, logged_of
 from ft_hsdp.launch.run.verify import verify
 from tests.support.launch.launch_rows import commit, event, fed, written
 
@@ -415,6 +415,8 @@ def test_logged_values_stand_in_the_metrics_once_and_not_of_steps_that_did_not_l
     broken(run)
     told = (row(2, 1, a=0.5), row(4, 1, a=1.0), row(4, 2, a=2.0), row(STEPS, 3, a=3.0))
     written(run.logged(0), *told, {"step": "none"})
+    for replica in (0, 1):  # an evaluation of each
+        written(run.logged(replica), row(STEPS, 3, eval_loss=4.0) | {"lineage": "ab"})
     run.metrics.unlink()
     record(run)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
@@ -424,7 +426,9 @@ def test_logged_values_stand_in_the_metrics_once_and_not_of_steps_that_did_not_l
         (2, {"a": 0.5}),
         (4, {"a": 2.0}),
         (STEPS, {"a": 3.0}),
+        (STEPS, {"eval_loss": 4.0}),
     ]
+    assert sum("eval_loss" in row["values"] for row in logged_of(run)) == 1
     assert not any("metrics" in breach for breach in verify(run).breaches)
 
 

@@ -71,6 +71,7 @@ OVERVIEW: dict[str, Any] = {
         "units": 10,
         "units_wanted": 12,
     },
+    "logged": {"eval_loss": {"t": [900.0, 950.0], "step": [5, 10], "value": [2.875, 2.75]}},
     "effective": {
         "wall_clock": 0.75,
         "renewal": 0.875,
@@ -177,6 +178,7 @@ def test_the_overview_is_in_gauges() -> None:
         "step": 12,
         "target_steps": 70,
         "loss": 2.5,
+        "eval_loss": 2.75,
         "learning_rate": 0.25,
         "learning_rate_scale": 0.5,
         "replicas": 2,

@@ -604,3 +604,24 @@ def test_logged_values_reach_sinks_and_the_overview_and_no_log_of_events():
     shown = journal.overview()["logged"]
     assert {name: curve["value"] for name, curve in shown.items()} == {"eval/acc": [1.0], "loss": [0.5]}
     assert journal.events(after=0)["events"] == []
+
+
+def test_of_a_state_that_replicas_evaluate_one_loss_counts_and_another_one_is_doubted(journal):
+    for replica, loss in enumerate((0.5, 0.5, 0.25)):
+        tell(journal, f"{replica}-a-0", logged=(logged(1, eval_loss=loss) | {"lineage": "ab"},))
+    tell(journal, "2-a-0", logged=(logged(2, eval_loss=0.25) | {"lineage": "cd"},))
+    assert journal.overview()["logged"]["eval_loss"]["value"] == [0.5, 0.25]
+    (doubt,) = journal.events(after=0)["events"]
+    assert (doubt["event"], doubt["replica"], doubt["facts"]["step"]) == ("JobDoubted", 2, 1)
+
+
+def test_a_job_has_not_stopped_because_it_was_evaluated_for_long():
+    journal = make(clock=(clock := Clock()))
+    trace = RankTrace((GroupTrace("0:0", 2, 1),))
+    tell(journal, commits=(commit_row(1),))
+    for pause in [*["evaluation"] * 20, ""]:
+        clock.seconds += 1
+        tell(journal, ranks=(RankBeat(0, 1, "h", 1, pause, 9.0, trace),))
+    assert not journal.diagnosis().stopped
+    clock.seconds += 3
+    assert journal.diagnosis().stopped

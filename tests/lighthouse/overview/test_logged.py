@@ -39,3 +39,7 @@ def test_points_and_names_are_bounded() -> None:
     assert POINTS <= len(shown["loss"]["t"]) < 2 * POINTS
     assert shown["loss"]["step"][0] == 0
     assert len(curves.between(0.0, rows, 5)["loss"]["t"]) <= 10
+    few = LoggedCurves()
+    for step in range(4):
+        few.add(row(float(step), step, loss=1.0))
+    assert few.between(0.0, 9.0, 2)["loss"]["step"] == [1, 3], "the newest one is there"
