@@ -281,7 +281,7 @@ def test_what_is_dumped_loads_back_equal(
         *("--train.seq_len=64", "--train.accumulate=2", "--ranks_per_replica=1", "--train.steps=9"),
         *("--train.poison=skip_step", "--replicas=5", "--max_replicas=5", "--data.assignment=global"),
         *("--data.weight=tokens", "--checkpoint.every=5", "--checkpoint.dir=/elsewhere"),
-        *("--quorum.catchup_log_steps=5", "--ftar.chunk_bytes=8192", "--ftar.dtype=bfloat16"),
+        *("--quorum.catchup_log_bytes=5", "--ftar.chunk_bytes=8192", "--ftar.dtype=bfloat16"),
         "--train.deterministic=true",
     ],
 )

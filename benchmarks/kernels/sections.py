@@ -166,30 +166,29 @@ class BenchSection:
         return (self.work.__doc__ or "").splitlines()[0]
 
 
-# A kernel that is loaded on its first launch waits for those that spin; streams that share a queue do too.
-EAGER = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-LAZY = {**EAGER, "CUDA_MODULE_LOADING": "LAZY"}
+RANK = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # as `train.device` sets it
+EAGER = {**RANK, "CUDA_MODULE_LOADING": "EAGER"}
 INTERPRET = {"TRITON_INTERPRET": "1"}
 
 # In the order of their value: a device may be at hand for minutes only.
 SECTIONS: dict[str, BenchSection] = {
     "facts": BenchSection(100, rates.facts),
-    "ladder": BenchSection(60, climb, EAGER, goal="every rung holds"),
-    "blocking": BenchSection(60, blocked, EAGER, goal="the engine's slowest look below 10 ms, in every row"),
-    "order": BenchSection(20, ordered, EAGER, goal="0 wrong with the event after the clearing"),
-    "correct": BenchSection(90, correct, EAGER),
+    "ladder": BenchSection(60, climb, RANK, goal="every rung holds"),
+    "blocking": BenchSection(60, blocked, RANK, goal="the engine's slowest look below 10 ms, in every row"),
+    "order": BenchSection(20, ordered, RANK, goal="0 wrong with the event after the clearing"),
+    "correct": BenchSection(90, correct, RANK),
     "job": BenchSection(120, job),
-    "threads": BenchSection(60, threads, EAGER),
+    "threads": BenchSection(60, threads, RANK),
     "step": BenchSection(150, step, goal="ours at most 1.02 of plain FSDP2"),
-    "overlap": BenchSection(60, overlapped, EAGER, goal="exposed at most 5 % of the backward, slow-down 1.03"),
-    "rates": BenchSection(60, rated, EAGER, goal="2 programs stage 30 GB/s"),
-    "flags": BenchSection(40, flags, EAGER, goal="round trip p50 below 200 us, an abort below 1 ms"),
-    "blocking-lazy": BenchSection(60, blocked, LAZY),
-    "matmul": BenchSection(60, matmul, EAGER, goal="slow-down at most 1.03 with 2 programs"),
+    "overlap": BenchSection(60, overlapped, RANK, goal="exposed at most 5 % of the backward, slow-down 1.03"),
+    "rates": BenchSection(60, rated, RANK, goal="2 programs stage 30 GB/s"),
+    "flags": BenchSection(40, flags, RANK, goal="round trip p50 below 200 us, an abort below 1 ms"),
+    "blocking-eager": BenchSection(60, blocked, EAGER),
+    "matmul": BenchSection(60, matmul, RANK, goal="slow-down at most 1.03 with 2 programs"),
     "step-large": BenchSection(150, large_step, goal="ours at most 1.02 of plain FSDP2"),
-    "staged": BenchSection(90, staged, EAGER),
-    "bandwidth": BenchSection(90, bandwidth, EAGER),
-    "nccl": BenchSection(60, nccl.run, EAGER),
+    "staged": BenchSection(90, staged, RANK),
+    "bandwidth": BenchSection(90, bandwidth, RANK),
+    "nccl": BenchSection(60, nccl.run, RANK),
     "compiled": BenchSection(420, compiled, gpu=False),
     "interpreted": BenchSection(420, interpreted, INTERPRET, gpu=False),
     "processes": BenchSection(420, interpreted_processes, INTERPRET, gpu=False),

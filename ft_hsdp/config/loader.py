@@ -173,7 +173,7 @@ def agreed(config: Config) -> dict[str, str]:
         "lr": config.lr.model_dump(),
         "train": train | ({"deterministic": True} if config.train.deterministic else {}),
         "quorum": config.quorum.model_dump(
-            include={"catchup_log_steps", "batch", "refill", "allowed", "max_accumulate"}
+            include={"catchup_log_bytes", "batch", "refill", "allowed", "max_accumulate"}
         ),
         "checkpoint": {"every": config.checkpoint.every, "dir": config.checkpoint.dir and "given"},
         "ftar": config.ftar.model_dump(include={"chunk_bytes"}) | _narrow(config),

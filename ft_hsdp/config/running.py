@@ -76,11 +76,12 @@ class QuorumConfig(Section):
         0.0,
         description="how long a step waits, once, for a replica that fetches; 0: no step waits, it joins later",
     )
-    catchup_log_steps: Int = Field(
-        64,
+    catchup_log_bytes: Int = Field(
+        16 * 2**30,
         ge=1,
-        le=65536,
-        description="committed gradients that a replica keeps while it fetches; after more it fetches anew",
+        le=2**50,
+        description="host memory in which a rank keeps the sums of up to 64 committed steps, and of one at least, "
+        "while its replica fetches; after more it fetches anew",
     )
     on_divergence: Literal["halt", "checkpoint"] = Field(
         "halt",

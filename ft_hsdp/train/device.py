@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import mmap
 import os
 import platform
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,7 +19,7 @@ import torch
 from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.settings import Settings as RingSettings
-from ft_hsdp.ftar.transport.arena import Arena
+from ft_hsdp.ftar.transport.arena import Arena, pin
 
 if TYPE_CHECKING:
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane
@@ -26,8 +28,7 @@ Summarize = Callable[[torch.Tensor, Sequence[tuple[int, int]]], Callable[[], tup
 """Begins to look at a flat tensor on a device, on the current stream. Returns what waits for the findings: the
 digest of all, and the sum of squares of each span of elements, as fp32."""
 
-# A kernel that is loaded on its first launch waits for those that spin; streams that share a queue do too.
-_CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+_CUDA = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # streams that share a queue wait for each other's kernels
 # A rank that dies takes its replica along, so nobody is there to read a dump.
 _NCCL = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "1"}
 _BEAT_S = 480  # torch's own: how long NCCL's watchdog may stand still before the monitor ends the process
@@ -146,11 +147,10 @@ def device_summaries(device: torch.device) -> Summarize | None:
     """Return what looks at tensors on ``device``, with its kernels loaded; None on a CPU. Blocks meanwhile."""
     if device.type == "cpu":
         return None
-    from ftar_kernels.summary import summarize  # triton is not needed elsewhere
+    from ftar_kernels import summary  # triton is not needed elsewhere
 
-    for spans in ((0, 2),), ((0, 1),):  # which takes all kernels
-        summarize(torch.zeros(2, device=device), spans)()
-    return summarize
+    summary.warm_up(device)
+    return summary.summarize
 
 
 def written(tensor: torch.Tensor) -> torch.cuda.Event | None:
@@ -210,6 +210,20 @@ def finish(device: torch.device) -> None:
     """Block until the device has done all that this thread's current stream holds; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def moved_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor on a device, in pinned memory that is freed with it; one on the host as it is.
+
+    Blocks until it is there. torch's own pinned memory would be up to twice as large, and is never given back.
+    """
+    if not tensor.is_cuda:
+        return tensor
+    memory = mmap.mmap(-1, tensor.nbytes)
+    host = torch.frombuffer(memory, dtype=tensor.dtype)
+    weakref.finalize(memory, pin(host, tensor.device)).atexit = False
+    host.copy_(tensor)
+    return host
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -153,7 +153,7 @@ class Reducer:
 
     def give_back(self, out: list[torch.Tensor]) -> None:
         with self._lock:
-            self._spare.append(out)
+            self._spare = [out]  # a replica that was behind has had more
 
     # The control loop.
 

@@ -286,6 +286,8 @@ class Job(DataSources, UserLoop):
         watch.begin()
         once()
         watch.refuse(watch.look())
+        with contextlib.suppress(ConfigError):  # the first step will tell
+            self._adopted.check_gradients()
         self._adopted.clear()
 
     def batches(self, source: Source[Batch], accumulate: int | None = None) -> Iterator[Batch]:

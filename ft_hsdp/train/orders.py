@@ -3,9 +3,9 @@
 Each order is an effect of the core (`core.effects`), `Settled` or `ShardLeftOut`. All ranks of a replica get the
 same orders in the same order. `OrderHandler` does at once what concerns the ring, the reducer, snapshots, copies
 and fetches. What changes the model, or runs it, goes into the `Mailbox`, from which the main thread takes it; the
-order is kept there too, so that the collectives of the ranks match. Two effects need data that only this rank has,
-and become orders of their own: `Commit` becomes `ApplyOrder` with the reduced shards, `InstallSnapshot` becomes
-`LoadOrder` with the fetched shard.
+order is kept there too, so that the collectives of the ranks match. Three effects need data that only this rank
+has, and become orders of their own: `Commit` becomes `ApplyOrder` with the reduced shards, `BufferUpdate` becomes
+`KeepOrder` with them, and `InstallSnapshot` becomes `LoadOrder` with the fetched shard.
 """
 
 from __future__ import annotations
@@ -48,7 +48,15 @@ class ApplyOrder:
     """Apply a committed step; the reduced shards go back to the reducer afterwards."""
 
     record: CommitRecord
-    reduced: list[torch.Tensor]  # a flat fp32 shard for each bucket
+    reduced: list[torch.Tensor] | None  # a flat fp32 shard for each bucket; None: those of a `KeepOrder`
+
+
+@dataclass(frozen=True, slots=True)
+class KeepOrder:
+    """Keep the reduced shards of a committed step whose base is not here yet, in host memory."""
+
+    step: int
+    reduced: list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,7 @@ Order = (
     | effects.WriteCheckpoint
     | effects.Exit
     | ApplyOrder
+    | KeepOrder
     | LoadOrder
 )
 """What the main thread may have to do."""
@@ -124,8 +133,7 @@ class OrderHandler:
     _report: Callable[[object], None]  # gives the leader a message; called on the control loop
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _fetched_shard: LoadOrder | None = None  # until the leader has it installed
-    # By step: reduced shards whose base is not here yet.
-    _buffered: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    _kept: set[int] = field(default_factory=set)  # steps whose base is not here yet
     _cancel: threading.Event = field(default_factory=threading.Event)  # set: the newest fetch is cancelled
     _fetch_thread: threading.Thread | None = None
 
@@ -148,12 +156,14 @@ class OrderHandler:
             case ShardLeftOut(fence):
                 self._copies.give_up(fence)
             case effects.Commit(record):
-                reduced = self._buffered.pop(record.step, None) or self._reducer.take()
+                reduced = None if record.step in self._kept else self._reducer.take()
+                self._kept.discard(record.step)
                 self._mailbox.put(ApplyOrder(record, reduced))
             case effects.BufferUpdate(record):
-                self._buffered[record.step] = self._reducer.take()
+                self._kept.add(record.step)
+                self._mailbox.put(KeepOrder(record.step, self._reducer.take()))
             case effects.DropGradient():
-                self._buffered.clear()
+                self._kept.clear()
                 self._mailbox.put(order)
             case effects.RunBatch() | effects.WriteCheckpoint():
                 self._mailbox.put(order)

@@ -21,7 +21,7 @@ from ft_hsdp.control.lighthouse_client import MARGIN_S, LighthouseClient
 from ft_hsdp.control.rank_channel import RankHub, RankLine
 from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.core.commit import CommitToken
-from ft_hsdp.core.replica_state import ReplicaPolicy, other_data
+from ft_hsdp.core.replica_state import DEFAULT, ReplicaPolicy, other_data
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, LighthouseUnreachable
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankAlive, RankHello, Telemetry
@@ -92,6 +92,7 @@ class RankZero:
         self,
         about: protocol.QuorumRequest,
         wanted: int,
+        policy: ReplicaPolicy,
         send_token: Callable[[CommitToken], None],
         journal: Journal,
     ) -> None:
@@ -101,12 +102,6 @@ class RankZero:
             wanted: A checkpoint of a state of so many steps or more is demanded; 0: none.
         """
         config, identity = self._config, self._identity
-        policy = ReplicaPolicy(
-            config.checkpoint.every,
-            config.quorum.catchup_log_steps,
-            config.train.poison,
-            config.keeps_last,
-        )
         number, name, state = identity.replica, identity.incarnation, about.report.state
         settings = leader_settings(config, self._place.ranks, restarted=identity.restarts > 0)
         replica = control.initial(number, name, config.train.steps, state, policy, wanted)
@@ -196,6 +191,16 @@ class OtherRank:
 
 Bus = RankZero | OtherRank
 """What a rank has of its replica: `to_leader`, `to_ranks` and `tell`, on rank 0 and elsewhere alike."""
+
+
+def replica_policy(config: Config, sums_bytes: int) -> ReplicaPolicy:
+    """Return what the core of a replica needs to know of ``config``.
+
+    Args:
+        sums_bytes: Of the reduced shards of a step, on one rank.
+    """
+    steps = min(DEFAULT.catchup_log_steps, config.quorum.catchup_log_bytes // sums_bytes)
+    return ReplicaPolicy(config.checkpoint.every, max(1, steps), config.train.poison, config.keeps_last)
 
 
 def leader_settings(config: Config, ranks: int, *, restarted: bool) -> LeaderSettings:

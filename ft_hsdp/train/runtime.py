@@ -72,7 +72,7 @@ from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name
 from ft_hsdp.train.lanes import GradientLanes, LanePlan, one_lane, wires
 from ft_hsdp.train.loop.user_loop import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
-from ft_hsdp.train.rank_zero import Bus, OtherRank, RankZero, ReplicaFacts, same_data
+from ft_hsdp.train.rank_zero import Bus, OtherRank, RankZero, ReplicaFacts, replica_policy, same_data
 from ft_hsdp.train.state.copies import CopyKeeper, SpanWatch
 from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlanner, checked_room
 from ft_hsdp.train.state.live_state import LiveState
@@ -451,7 +451,8 @@ class RankRuntime:
         hellos = [hello, *(bus.hub.hellos[rank] for rank in range(1, place.ranks))]
         about = self._about(state, hellos)
         self._have_exits_reported()
-        await bus.lead(about, wanted, self._group.send_token, self.journal)
+        policy = replica_policy(config, 4 * sum(self._sizes))
+        await bus.lead(about, wanted, policy, self._group.send_token, self.journal)
 
     def _have_exits_reported(self) -> None:
         """Start a process that tells the lighthouse when the ranks of this host are gone, on the first of them.

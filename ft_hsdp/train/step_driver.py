@@ -32,7 +32,7 @@ from ft_hsdp.core.units import Places
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.train.data.prefetch import Reader, count_tokens, move
 from ft_hsdp.train.data.step_plan import MicroBatch, StepPlan, TrainedMicroBatch
-from ft_hsdp.train.device import told
+from ft_hsdp.train.device import moved_to_host, told
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
 from ft_hsdp.train.fsdp.frozen import ways
 from ft_hsdp.train.fsdp.moving_buffers import AT_COMMIT, KEY, WHEN
@@ -41,7 +41,7 @@ from ft_hsdp.train.identity import fatal_units
 from ft_hsdp.train.loop.callbacks import CallbackFailed, Callbacks, CommittedStep, called
 from ft_hsdp.train.loop.evaluation import Evaluation
 from ft_hsdp.train.optimizer.groups import Groups
-from ft_hsdp.train.orders import ApplyOrder, LoadOrder, Mailbox
+from ft_hsdp.train.orders import ApplyOrder, KeepOrder, LoadOrder, Mailbox
 from ft_hsdp.train.runtime import RankRuntime
 from ft_hsdp.train.state.checkpointing import CheckpointSaver
 from ft_hsdp.train.state.live_state import LiveState
@@ -81,6 +81,7 @@ class StepDriver:
     clip: float | None = None  # the largest norm of the reduced gradient
     _joined: Joined | None = None
     _left: bool = False  # the script has ended training
+    _log: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by step: sums whose base is not here yet
     # The step under way.
     plan: StepPlan | None = None
     _last_bucket: torch.Tensor | None = None  # from backward until `end`, which may tell the loss
@@ -376,15 +377,22 @@ class StepDriver:
             self.here.runtime.reducer.ready(last, flat, plan.contributions(self.replica), plan.loss())
 
     def carry_out(
-        self, order: ApplyOrder | DropGradient | LoadOrder | Reduce | WriteCheckpoint, waited_s: float = 0.0
+        self,
+        order: ApplyOrder | DropGradient | KeepOrder | LoadOrder | Reduce | WriteCheckpoint,
+        waited_s: float = 0.0,
     ) -> None:
         runtime = self.here.runtime
         match order:
             case ApplyOrder():
                 self._apply(order, waited_s)
+            case KeepOrder(step, reduced):
+                self._log[step] = [moved_to_host(each) for each in reduced]
+                if self._log[step][0] is not reduced[0]:
+                    runtime.reducer.give_back(reduced)
             case DropGradient():
                 runtime.reducer.open(None)
                 self._model.clear()
+                self._log.clear()
             case LoadOrder(manifest, packed):
                 with self._ends_the_rank():
                     self._live_state.load(manifest, packed)
@@ -405,15 +413,17 @@ class StepDriver:
         now = time.monotonic()
         if log is not None:  # before it is applied: a replica that serves a state has logged what led to it
             self._note(log, order, now, waited_s)
+        kept = self._log.pop(record.step) if order.reduced is None else order.reduced
+        reduced = [each.to(self._device) for each in kept]
         fault_injection.reach("apply-begin", record.step)
         last = self.last = CommittedStep.of(record, live_state.rate(record))
         with self._ends_the_rank():
-            live_state.apply(record, order.reduced, self.clip, partial(self._callbacks.call, "on_commit", last))
+            live_state.apply(record, reduced, self.clip, partial(self._callbacks.call, "on_commit", last))
         fault_injection.reach("apply-end", record.step)
         runtime.snapshots.mark_current(record.state_id)
         runtime.copies.mark_current(record.state_id)
         runtime.spans.step(record.step)
-        runtime.reducer.give_back(order.reduced)
+        runtime.reducer.give_back(reduced)
         self._since, self._awaited_s = now, 0.0
         if self.replica in record.contributors:  # one that catches up goes on with that
             with self._ends_the_rank():

@@ -41,6 +41,7 @@ from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import receiver
 from ft_hsdp.ftar.transport.arena import Arena
 from ftar_kernels import plane as kernels
+from ftar_kernels import summary
 from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, grant
 from tests.support.ftar.ring_rig import DEADLINE_S, DyingPlane, Engines, Flavour, Shape
 from tests.support.ftar.ring_values import KEY, entry, folded, same, values
@@ -366,3 +367,42 @@ async def test_groups_use_it_from_epoch_to_epoch() -> None:
     for group, plane in zip(groups, planes, strict=True):
         await group.close()
         plane.close()
+
+
+class Compiled:
+    """Stands for a kernel, and notes for which types and constants it is launched."""
+
+    def __init__(self, kernel: Any, seen: set[tuple[object, ...]]) -> None:
+        self._kernel = kernel
+        self._seen = seen
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            types = [a.dtype for a in arguments if isinstance(a, Tensor)]
+            self._seen.add((self._kernel.__name__, *types, *sorted(constants.items())))
+            self._kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+def test_all_that_a_step_launches_is_loaded_before_it() -> None:
+    """The driver loads a kernel when the device is idle: beside an all-reduce, when that has ended."""
+    seen: set[tuple[object, ...]] = set()
+    with contextlib.ExitStack() as stack:
+        for module, name in (kernels, "persistent_kernel"), (summary, "block_kernel"), (summary, "fold_kernel"):
+            stack.enter_context(mock.patch.object(module, name, Compiled(getattr(module, name), seen)))
+        plane = persistent(Arena())
+        plane.reserve(RingPlan.cut(N, 4, 1, SLOTS, CHUNK), torch.float32, torch.bfloat16)
+        plane.close()
+        summary.warm_up(CPU)
+        loaded = seen.copy()
+        seen.clear()
+        with scene(adds, persistent) as ring:
+            for wire in (None, torch.bfloat16):
+                outs = [Arena().empty(N) for _ in range(2)]
+                for work in ring.sum([Arena().empty(N).fill_(1) for _ in range(2)], outs, wire):
+                    work.result(DEADLINE_S)
+        for spans in ((0, N),), ((0, 5), (7, 900)), ():
+            summary.summarize(outs[1], spans)()
+    assert {name for name, *_ in seen} == {"persistent_kernel", "block_kernel", "fold_kernel"}
+    assert seen <= loaded

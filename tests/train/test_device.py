@@ -1,3 +1,4 @@
+import contextlib
 import os
 import sys
 from collections import UserDict
@@ -16,7 +17,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.core.randomness import stream
 from ft_hsdp.errors import LocalSystemError
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.transport.arena import Arena
+from ft_hsdp.ftar.transport.arena import Arena, pin
 from ft_hsdp.train import device
 from ft_hsdp.train.data import prefetch
 from ft_hsdp.train.device import device_plane
@@ -69,6 +70,18 @@ class Cuda:
     def current_stream(self, device: Any) -> Any:
         return "all-reduce", device
 
+    def device(self, device: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def cudart(self) -> Any:
+        return SimpleNamespace(
+            cudaHostRegister=lambda *what: ("register", *what),
+            cudaHostUnregister=lambda where: ("unregister", where),
+        )
+
+    def check_error(self, done: Any) -> None:
+        self.chosen.append(done)
+
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
@@ -88,6 +101,16 @@ def test_the_allocator_learns_of_the_stream_that_reads(cuda: Cuda) -> None:
     device.read_here(fresh)
     device.read_here(torch.ones(1))
     assert told == [cuda.current_stream(META)]
+
+
+def test_host_memory_is_registered_until_it_is_freed(cuda: Cuda) -> None:
+    memory = torch.zeros(3)
+    unpin = pin(memory, torch.device("cuda", 1))
+    assert cuda.chosen == [("register", memory.data_ptr(), 12, 0)]
+    unpin()
+    assert cuda.chosen[1:] == [("unregister", memory.data_ptr())]
+    pin(memory, CPU)()
+    assert len(cuda.chosen) == 2
 
 
 def test_the_cpu_is_the_default_and_asks_for_nothing(cuda: Cuda) -> None:
@@ -119,9 +142,9 @@ def test_cuda_and_nccl_get_their_environment_or_a_warning(cuda, caplog, late, gi
     os.environ.update(given)
     device.prepare("cuda", 600.0)
     warned = [record.getMessage() for record in caplog.records]
-    assert sum("too late" in line for line in warned) == late * (2 - bool(given))
+    assert sum("too late" in line for line in warned) == late * (not given)
     assert sum("CUDA_DEVICE_MAX_CONNECTIONS is 1" in line for line in warned) == bool(given)
-    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+    assert "CUDA_MODULE_LOADING" not in os.environ, "torch sets LAZY"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
     assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "660"
 

@@ -1,5 +1,6 @@
 import math
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -444,3 +445,12 @@ def test_the_memory_of_the_sums_is_there_before_the_first_attempt() -> None:
         reducer.give_back(reducer.take())
     assert len(group.ops) == 2 * len(SIZES)
     assert arena.made == len(SIZES)
+    taken = []
+    for step in (3, 4):  # of a replica that is behind
+        reducer.begin(Reduce(AttemptId(1, step, 0), "behind", PREV))
+        taken.append(reducer.take())
+    group.ops.clear()
+    gone = weakref.ref(taken[0][0])
+    while taken:
+        reducer.give_back(taken.pop(0))
+    assert gone() is None

@@ -8,7 +8,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from ft_hsdp.config import Config
 from ft_hsdp.core.effects import Configure, DropCopies, Fetch, Keep, RunBatch
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.state_id import StateId
@@ -17,8 +20,9 @@ from ft_hsdp.protocol import RankFetchFailed
 from ft_hsdp.state.agent.messages import FreeCopies
 from ft_hsdp.state.transfer import fetch
 from ft_hsdp.state.transfer.shard_manifest import Layout
-from ft_hsdp.train import orders
-from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
+from ft_hsdp.train import device, orders
+from ft_hsdp.train.orders import ApplyOrder, Fetching, KeepOrder, Mailbox, OrderHandler
+from tests.support.train.one_rank import OneRank
 
 BASE = StateId(1, 5, "c" * 32)
 
@@ -79,6 +83,30 @@ async def test_who_holds_the_base_has_it_ready_for_those_behind(tmp_path, role, 
     one.handle(Configure(Grant(1, 2, BASE, members, 2, "why")))
     assert snapshots.request.called is asked
     assert snapshots.release.called is not asked
+
+
+class Away(torch.Tensor):
+    """Stands for a tensor on a device."""
+
+    is_cuda = True
+
+
+def test_sums_whose_base_is_not_here_wait_in_pinned_memory_that_is_freed(mesh: DeviceMesh) -> None:
+    one, plain = (OneRank(mesh, Config(replicas=2, ranks_per_replica=1)) for _ in range(2))
+    record, pin = one.record(), mock.Mock()
+    sums: list[torch.Tensor] = [torch.ones(n).as_subclass(Away) for n in one.adopted.sizes]
+    with mock.patch.object(device, "pin", pin):
+        one.driver.carry_out(KeepOrder(record.step, sums))
+    one.runtime.reducer.give_back.assert_called_once_with(sums)
+    for each in sums:
+        each.zero_()  # by the next attempt
+    assert pin.call_count == len(sums)
+    pin.reset_mock()  # which has seen the memory
+    one.driver.carry_out(ApplyOrder(record, None))
+    plain.commit()
+    assert all(torch.equal(p, plain.params[name]) for name, p in one.params.items())
+    one.runtime.reset_mock()
+    assert pin.return_value.call_count == len(sums)
 
 
 def test_orders_come_in_order_between_two_threads_and_none_is_lost() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from ft_hsdp.config import parse
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.memory.replacement import RankClaim, disagreement
-from ft_hsdp.train.rank_zero import same_data
+from ft_hsdp.train.rank_zero import replica_policy, same_data
 from ft_hsdp.train.state.recovery import check_in
 
 HOSTS = ("r0h0", "s0")
@@ -66,3 +67,8 @@ def test_ranks_of_a_replica_with_other_data_are_refused_by_number() -> None:
     assert same_data([first, {"length": "160", "sample 9": "cd"}]) == {**first, "sample 9": "cd"}
     with pytest.raises(ConfigError, match=r"^data: length on rank 2 .*'159'; allowed: 160, as on rank 0"):
         same_data([first, {"sample 0": "ab"}, {"length": "159"}])
+
+
+@pytest.mark.parametrize(("room", "steps"), [(39, 3), (9, 1), (1 << 40, 64)])
+def test_a_log_has_as_many_steps_as_its_memory_holds_and_one_at_least(room: int, steps: int) -> None:
+    assert replica_policy(parse({"quorum": {"catchup_log_bytes": room}}), 10).catchup_log_steps == steps

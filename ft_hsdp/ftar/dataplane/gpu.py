@@ -30,7 +30,7 @@ from ft_hsdp.errors import (
 from ft_hsdp.ftar.dataplane.base import Processed
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.pieces import PiecedTensor, Values
-from ft_hsdp.ftar.transport.arena import Arena
+from ft_hsdp.ftar.transport.arena import Arena, pin
 from ft_hsdp.ftar.transport.base import Chunk
 from ftar_kernels import plane as kernels
 from ftar_kernels.flags import Command
@@ -147,7 +147,7 @@ class GpuPlane:
         try:
             if self._staged is not None:
                 self._staged.close()
-                self._pin(self._buffer, False)
+                self._unpin()
         except RuntimeError as error:
             raise fault(error) from error
         self._staged, self._buffer = None, torch.empty(0, dtype=torch.uint8)
@@ -158,7 +158,7 @@ class GpuPlane:
             return self._staged
         self.close()
         self._buffer = self._arena.empty(nbytes, torch.uint8)
-        self._pin(self._buffer, True)
+        self._unpin = pin(self._buffer, self._device)
         self._staged = self._make_staged(
             self._device,
             self._buffer,
@@ -167,17 +167,6 @@ class GpuPlane:
             silence_s=self._silence_s,
         )
         return self._staged
-
-    def _pin(self, buffer: Tensor, pinned: bool) -> None:
-        """Make the buffer accessible to the device, or end that before its memory is freed."""
-        if self._device.type != "cuda":
-            return
-        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
-        with torch.cuda.device(self._device):
-            if pinned:
-                torch.cuda.check_error(runtime.cudaHostRegister(address, buffer.nbytes, 0))
-            else:
-                torch.cuda.check_error(runtime.cudaHostUnregister(address))
 
 
 class _Areas:

@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,28 @@ class Arena:
             segment = self._segments[self._starts[index]]
         offset = address - segment.address
         return (segment, offset) if offset + tensor.nbytes <= segment.size else None
+
+
+def pin(memory: Tensor, device: torch.device) -> Callable[[], None]:
+    """Have a CUDA device reach host memory; on another device nothing happens. Any thread.
+
+    Returns:
+        What ends that; to be called before the memory is freed.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    with torch.cuda.device(device):
+        torch.cuda.check_error(runtime.cudaHostRegister(address, memory.nbytes, 0))
+
+    def unpin() -> None:
+        with torch.cuda.device(device):
+            torch.cuda.check_error(runtime.cudaHostUnregister(address))
+
+    return unpin
 
 
 def _forget(lock: Any, starts: list[int], segments: dict[int, Segment], address: int) -> None:

@@ -162,6 +162,8 @@ class LiveState:
         self._recorded = "", ""  # lineage of the state that was packed last, and the digest of its slice then
         self._lock = threading.Lock()  # held by what changes or copies the state
         self._summarize = device_summaries(self._live[0].device)
+        if self._summarize is not None:
+            self._slice(StateId(0, 0, ""))  # loads what else looks at a slice on the device
 
     def hold(self, user: UserState) -> None:
         self._user = user

@@ -149,6 +149,13 @@ def test_who_reads_the_state_on_another_stream_waits_for_the_update(mesh: Device
             streams.log.clear()
 
 
+def test_what_looks_at_a_slice_on_a_device_is_loaded_before_the_first_step(mesh: DeviceMesh) -> None:
+    summarize = mock.Mock(return_value=lambda: ("", []))
+    with mock.patch.object(live_state, "device_summaries", return_value=summarize):
+        hold(mesh)
+    summarize.assert_called_once()
+
+
 def test_a_step_of_which_nothing_counts_changes_no_tensor(mesh: DeviceMesh) -> None:
     """Zeros are no mean of anything: momentum and weight decay would move the parameters by them."""
     live, sharded = hold(mesh)
