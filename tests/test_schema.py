@@ -22,7 +22,7 @@ FILE = ROOT / "configs/schema.json"
 SCHEMA: dict[str, Any] = json.loads(FILE.read_text())
 SECTIONS = {"Config": SCHEMA, **SCHEMA["$defs"]}
 KEYS = [(section, key) for section, body in SECTIONS.items() for key in body["properties"]]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted(set((ROOT / "configs").glob("*.yaml")) - {ROOT / "configs" / "study.yaml"})
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 # Errors of one value that a schema cannot say: 3.0 is no whole number, no line may end, and a key is text.

@@ -18,8 +18,10 @@ TINY = {
     "data": {"path": "text", "assignment": "global"},
     "model": {"dim": 32, "layers": 1, "heads": 2},
     "train": {"steps": 12, "seq_len": 16, "micro_batch": 1},
+    "eval": {"every": 5, "batches": 2, "data": "text"},
 }
 LOST = {"failures": [1], "steps": [4], "lost": [2], "rate": ["none", "constant_batch"]}
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -45,6 +47,8 @@ def test_variants_are_trained_once(file: Path, capsys: pytest.CaptureFixture[str
         "d1x_fp32_for4_2reps_batch_constant-seed1",
         "d1x_fp32_for4_2reps_lr_none-seed1",
     ]
+    rows = read_jsonl(folders[0] / "steps.jsonl")
+    assert [row["step"] for row in rows if "eval" in row] == [5, 10, 12]
     constant, adapting = ([row["units"] for row in read_jsonl(folder / "steps.jsonl")] for folder in folders)
     assert adapting == [3, 1, 1, 1, 1, *[3] * 7]
     assert constant == [3, 1, *[3] * 10], "the lone replica trains three units from the step after on"
@@ -57,6 +61,14 @@ def test_variants_are_trained_once(file: Path, capsys: pytest.CaptureFixture[str
     code, said = train(file, capsys, job=TINY | {"optim": {"lr": 0.002}})
     assert (code, said.count("\n")) == (64, 1)
     assert said.startswith("dir: got 'found/d1x")
+
+
+@pytest.mark.parametrize(("name", "count"), [("configs/study.yaml", 73), ("docs/examples/study-moe.yaml", 4)])
+def test_the_studies_in_the_docs_can_be_trained(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = study.cells(study.read(Path(name)))
+    assert len(found) == len({cell.folder for cell in found}) == count
+    assert all(sum(each.last - each.first + 1 for each in cell.plan) == 1500 for cell in found)
 
 
 @pytest.mark.parametrize(

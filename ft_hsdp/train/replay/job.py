@@ -275,14 +275,23 @@ class ReplayJob(Job):
                 raise ConfigError("checkpoint.dir", str(checkpoints.folder), allowed)
         self._begin(driver, Script)
 
-    def _begin(self, driver: StepDriver, make: Callable[..., Script]) -> None:
-        """Have the loop do what a script says, which ``make`` makes of its parts."""
+    def _begin(
+        self,
+        driver: StepDriver,
+        make: Callable[..., Script],
+        evaluated: Callable[[StateId, float], object] | None = None,
+    ) -> None:
+        """Have the loop do what a script says, which ``make`` makes of its parts.
+
+        Args:
+            evaluated: Takes the losses of evaluations; None: nothing is evaluated.
+        """
         gradients, ranks = LocalGradients(len(self._adopted.sizes)), self._group
         parts = driver, self._live_state, gradients, ranks, self._lanes()
         self._orders.script = make(self._recorded.rows, self.data_ranks, self.config, *parts)
         stand_in: Any = ReplayRuntime(gradients)
         self._runtime = stand_in
-        driver.begin(Joined(stand_in, stand_in, None, False))
+        driver.begin(Joined(stand_in, stand_in, None, False, evaluated=evaluated))
 
     def _lanes(self) -> SharedLanes:
         """Return how this rank sums.

@@ -117,12 +117,16 @@ class VariantScript(PlannedScript):
     """Writes a row for each step."""
 
     write: Callable[[str], object] = str  # takes lines
+    losses: dict[int, float] = field(default_factory=dict)  # of the evaluation, by step
     _lines: list[str] = field(default_factory=list)
 
     def _applied(self, record: CommitRecord | None) -> None:
         if record is not None:
-            row = {"step": record.step, "loss": record.loss, "units": record.units, "norm": record.norm}
-            self._lines.append(json.dumps(row | {"contributors": len(record.contributors)}) + "\n")
+            row: dict[str, Any] = {"step": record.step, "loss": record.loss, "units": record.units}
+            row |= {"norm": record.norm, "contributors": len(record.contributors)}
+            if record.step in self.losses:
+                row["eval"] = self.losses.pop(record.step)
+            self._lines.append(json.dumps(row) + "\n")
         if record is None or record.step % SHOWN_STEPS == 0 or record.step == self.steps[-1].last:
             self.write("".join(self._lines))
             self._lines.clear()
@@ -138,7 +142,15 @@ class PlannedJob(ReplayJob):
         device: torch.device,
         outcome: Path,
         close_group: Callable[[], None],
+        take: Callable[[StateId, float], object] | None = None,
     ) -> None:
+        """Make the part of one rank.
+
+        Args:
+            outcome: Where it writes what it has found.
+            take: Takes the losses of evaluations; None: nothing is evaluated.
+        """
+        self._take = take
         nothing = Recorded((), (place.ranks,), outcome, outcome.parent)
         super().__init__(config, place, device, nothing, close_group)
 
@@ -146,7 +158,7 @@ class PlannedJob(ReplayJob):
         self._group = ReplicaGroup(self.config.timeouts.ranks_s)
         self._live_state.state = StateId(0, 0, "planned")
         self._live_state.describe_frozen(self._group)
-        self._begin(driver, self._script())
+        self._begin(driver, self._script(), self._take)
 
     def _script(self) -> Callable[..., Script]:
         """Return what makes the script."""
@@ -164,13 +176,17 @@ class VariantJob(PlannedJob):
         variant: Variant,
         close_group: Callable[[], None],
     ) -> None:
-        super().__init__(config, place, device, variant.outcome, close_group)
+        super().__init__(config, place, device, variant.outcome, close_group, self._note)
         self._variant = variant
         self._rows = variant.rows.open("w") if place.rank == 0 else None
+        self._losses: dict[int, float] = {}
 
     def _script(self) -> Callable[..., Script]:
         write = str if self._rows is None else self._show
-        return partial(VariantScript, steps=self._variant.steps, write=write)
+        return partial(VariantScript, steps=self._variant.steps, write=write, losses=self._losses)
+
+    def _note(self, state: StateId, loss: float) -> None:
+        self._losses[state.step] = loss
 
     def _show(self, lines: str) -> None:
         assert self._rows is not None
