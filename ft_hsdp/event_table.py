@@ -366,6 +366,9 @@ EVENTS: dict[str, EventKind] = {
         told=True,
         decision=True,
     ),
+    "ClockOff": EventKind(
+        "the clock of host {host} is wrong", over="that of {host} is right", grave=True, told=True, decision=True
+    ),
     "RowsDropped": EventKind("{rows} rows of telemetry are lost"),
     "JobHalted": EventKind("the job cannot go on", grave=True, told=True, decision=True),
     "LighthouseElected": EventKind("the lighthouse at {url} leads from now on", told=True),

@@ -38,6 +38,7 @@ MAX_RULES = 64
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Facts = Annotated[dict[Text, Text], Field(max_length=MAX_RULES)]
+Load = Annotated[dict[Text, Annotated[float, Field(ge=0, le=MAX_COUNT)]], Field(max_length=MAX_RULES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,9 @@ class RankBeat:
     still_s: float = 0.0  # as in `core.traces.Heard`
     # Of its collectives, if nothing moves, and now and then; None: there is nothing new, or a message had no room.
     trace: RankTrace | None = None
+    t: float = 0.0  # when it was made, and later by what it waited on its way: Unix seconds, by its host's clock
+    # What the rank uses and its machine has left, by name (`lighthouse.overview.machines`); {}: nothing new.
+    load: Load = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

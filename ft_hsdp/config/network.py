@@ -107,7 +107,7 @@ class LighthouseConfig(Section):
         return self
 
 
-AlertRule = Literal["stall", "loss", "replicas", "protection", "restarts", "disk", "culprit", "halted"]
+AlertRule = Literal["stall", "loss", "replicas", "protection", "restarts", "clock", "disk", "culprit", "halted"]
 WEBHOOK = "a URL (it may be a secret, and is not shown)"
 
 

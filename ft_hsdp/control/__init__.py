@@ -12,6 +12,7 @@ Read the modules in this order:
 - `rank_channel`: orders and reports (`RankBus`), over one TCP connection from each other rank to rank 0
   (`RankHub`, `RankLine`).
 - `lighthouse_client`: which lighthouse is asked, over HTTP, and what becomes of one that does not answer.
+- `sensors`: what a rank uses of its machine, and what that has left, measured beside everything else.
 - `telemetry`: `Decisions` writes the core's decisions into the journal; `Reporter` sends rows to the lighthouse.
 - `watchdog`: what one rank watches so that no hang lasts: its siblings, itself, its parent process.
 - `exit_watch`: a process that outlives the ranks and reports their exit.

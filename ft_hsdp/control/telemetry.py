@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -124,6 +125,7 @@ MAX_BYTES = 96 << 10  # of rows in one message; a lighthouse accepts more
 MAX_ROWS = 256
 MAX_TRACES = 80 << 10  # bytes of traces in one message, about
 
+Beat = Callable[[], RankBeat]
 Tell = Callable[[Telemetry], Awaitable[None]]
 """Delivers a message. Raises LighthouseUnreachable; NotTaken if it must not be sent again as it is."""
 
@@ -194,12 +196,16 @@ class Reporter:
     Args:
         source: the incarnation, or "supervisor".
         beat: returns this rank's sign of life; None: it gives none.
+        unix: the time of day, by which the lighthouse knows whether this host's clock is right.
     """
 
-    def __init__(self, source: str, tell: Tell, beat: Callable[[], RankBeat] | None = None) -> None:
+    def __init__(
+        self, source: str, tell: Tell, beat: Beat | None = None, unix: Callable[[], float] = time.time
+    ) -> None:
         self._source = source
         self._tell = tell
         self._beat = beat
+        self._unix = unix
         self._events = Rows()
         self._commits = Rows()
         self._logged = Rows()
@@ -311,8 +317,9 @@ class Reporter:
 
     def _message(self, events: list[str], commits: list[str], logged: list[str]) -> Telemetry:
         now = asyncio.get_running_loop().time()
-        own = () if self._beat is None else (self._beat(),)
-        others = tuple(beat for heard, beat, _ in self._others.values() if now - heard < HEARD_S)
+        own = () if self._beat is None else (replace(self._beat(), t=self._unix()),)
+        known = [(now - heard, beat) for heard, beat, _ in self._others.values() if now - heard < HEARD_S]
+        others = [replace(beat, t=beat.t and beat.t + age) for age, beat in known]
         self._messages += 1
         ranks = _fitting((*own, *others), self._messages)
         return Telemetry(self._source, _rows(events), _rows(commits), ranks, self.dropped, _rows(logged))

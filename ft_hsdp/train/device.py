@@ -105,14 +105,18 @@ def local_cpus(gpu: Any, system: Path = Path("/sys")) -> set[int]:
     Args:
         gpu: Its properties, as torch has them, with its PCI address.
     """
-    place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     try:
-        text = (system / "bus/pci/devices" / place / "local_cpulist").read_text()
+        text = (system / "bus/pci/devices" / pci_address(gpu) / "local_cpulist").read_text()
     except OSError:
         return set()
     ranges = (part.partition("-") for part in text.strip().split(",") if part)
     near = {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
     return near & os.sched_getaffinity(0)
+
+
+def pci_address(gpu: Any) -> str:
+    """Return the PCI address of a GPU, by its properties."""
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def numerics(device: torch.device) -> str:

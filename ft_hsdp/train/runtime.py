@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ import uvloop
 
 from ft_hsdp import fault_injection
 from ft_hsdp.config import Config, agreed, config_hash
-from ft_hsdp.control import exit_watch
+from ft_hsdp.control import exit_watch, sensors
 from ft_hsdp.control.lighthouse_client import own_address
 from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.control.watchdog import Limits, Watchdog
@@ -65,7 +66,7 @@ from ft_hsdp.protocol import (
     RingAbort,
 )
 from ft_hsdp.state.replica_group import ReplicaGroup
-from ft_hsdp.train.device import device_plane, device_summaries, numerics
+from ft_hsdp.train.device import device_plane, device_summaries, numerics, pci_address
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name
@@ -136,6 +137,7 @@ class RankRuntime:
         self._group: Group
         self._orders: OrderHandler
         self._tracer: Tracer
+        self._sensors: sensors.Sensors
 
         self._bus: Bus
         port = self._call(self._listen())
@@ -166,6 +168,12 @@ class RankRuntime:
         config, place, timeouts = self.config, self.place, self.config.timeouts
         self.identity = identity
         self._tracer = Tracer(identity.replica)
+        folders = {"run": place.run} if place.local_rank == 0 else None
+        if folders and config.checkpoint.dir is not None:
+            folders["checkpoint"] = Path(config.checkpoint.dir)
+        cpu = self._device.type == "cpu"
+        gpu = "" if cpu else pci_address(torch.cuda.get_device_properties(self._device))
+        self._sensors = sensors.Sensors(sensors.of_rank(gpu, folders))
         self.reporter = Reporter(identity.incarnation, self._bus.tell, self._beat)
         self._journal = Journal(
             place.run / "replicas" / str(identity.replica) / "events.jsonl",
@@ -322,7 +330,8 @@ class RankRuntime:
         epoch, rings = self._group.epoch, self._group.traces()
         trace = self._tracer.trace(epoch, rings, self._done, pause or usual, paused=bool(pause))
         where = self.place.rank, os.getpid(), host_name(os.environ)
-        return RankBeat(*where, self._done, pause, self._tracer.still_s, trace)
+        load = self._sensors.newest()
+        return RankBeat(*where, self._done, pause, self._tracer.still_s, trace, load=load)
 
     # The control loop: what the ring reports.
 
@@ -502,6 +511,7 @@ class RankRuntime:
         if self._watchdog is not None:
             self._watchdog.stop()
         if self._started:
+            self._sensors.close()
             await self._group.close()
             await self.reporter.close()
         await self._bus.close()

@@ -1,6 +1,7 @@
 // Everything about one replica, and what may be done to it.
 import { get } from "./api.js";
 import { html, useEffect, useRef, useState } from "./html.js";
+import { inWords } from "./loads.js";
 import { merged, Row, shaped } from "./log_rows.js";
 import { onEvent } from "./model.js";
 import { copiesOf, hostsOf, RUNGS, STATES, Swatch } from "./states.js";
@@ -99,7 +100,7 @@ function Ranks({ ranks }) {
     <table class="ranks">
       <thead><tr><th>rank</th><th>host</th><th>pid</th><th>progress</th><th>last beat</th></tr></thead>
       <tbody>
-        ${ranks.map((r) => html`<tr key=${r.rank}><td class="num">${r.rank}</td><td class="host">${r.host}</td><td class="num">${r.pid}</td><td class="num">${count(r.progress)}</td><td class="num">${r.age_s === null ? "–" : span(r.age_s)}</td></tr>`)}
+        ${ranks.map((r) => [r, inWords(r.load)]).map(([r, load]) => html`<tr key=${r.rank}><td class="num">${r.rank}</td><td class="host">${r.host}</td><td class="num">${r.pid}</td><td class="num">${count(r.progress)}</td><td class="num">${r.age_s === null ? "–" : span(r.age_s)}</td></tr>${load && html`<tr class="load"><td /><td colspan="4" class="host num">${load}</td></tr>`}`)}
       </tbody>
     </table>
   `;

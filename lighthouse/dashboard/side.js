@@ -1,5 +1,6 @@
 // The panels beside the lanes: where the time went, the machines (those that need a look first), and what is trained.
 import { html } from "./html.js";
+import { inWords } from "./loads.js";
 import { store, useStore } from "./store.js";
 import { count, percent, short, span } from "./time.js";
 
@@ -65,8 +66,15 @@ const ranksOf = (ranks) => (ranks.length > 1 ? `${ranks[0]}–${ranks.at(-1)}` :
 const first = ({ host }) => host.split(".")[0];
 
 export function Hosts() {
-  const hosts = useStore((s) => s.overview.hosts ?? NO_HOSTS);
+  const known = useStore((s) => s.overview.hosts ?? NO_HOSTS);
+  const loads = useStore((s) => s.overview.loads);
+  const replicas = useStore((s) => s.overview.replicas);
   const live = useStore((s) => s.overview.job.live);
+  // The name by which ranks know their host may be another one than its agent's; under torchrun there is no agent.
+  const inside = ({ host, replica, ranks }) => replicas.find((r) => r.replica === replica)?.ranks.find((r) => r.rank === ranks?.[0])?.host ?? host;
+  const told = new Set(known.map(inside));
+  const others = Object.keys(loads).filter((host) => !told.has(host) && inWords(loads[host]));
+  const hosts = [...known, ...others.map((host) => ({ host, state: "", replica: null, why: "" }))];
   const counts = ORDER.map((state) => [hosts.filter((h) => h.state === state).length, state]).filter(([n]) => n);
   const place = (h) => ORDER.indexOf(h.state) * 1e6 + (h.replica ?? 0) * 1e3 + (h.ranks?.[0] ?? 0);
   const sorted = [...hosts].sort((a, b) => place(a) - place(b) || a.host.localeCompare(b.host, "en", { numeric: true }));
@@ -79,7 +87,7 @@ export function Hosts() {
         <div class="scroll" tabindex="0">
           <table class="hosts">
             <thead><tr><th scope="col">machine</th><th scope="col">state</th><th scope="col">ranks</th><th scope="col"><span class="hidden">order</span></th></tr></thead>
-            <tbody>${sorted.map((host) => html`<${Host} key=${host.host} host=${host} label=${shorten ? first(host) : host.host} live=${live} />`)}</tbody>
+            <tbody>${sorted.map((host) => html`<${Host} key=${host.host} host=${host} label=${shorten ? first(host) : host.host} load=${inWords(loads[inside(host)] ?? {})} live=${live} />`)}</tbody>
           </table>
         </div>
       </section>
@@ -87,15 +95,16 @@ export function Hosts() {
   );
 }
 
-function Host({ host: { host, state, replica, ranks, why }, label, live }) {
+function Host({ host: { host, state, replica, ranks, why }, label, load, live }) {
   const action = why ? "undrain" : "drain";
   return html`
     <tr class=${`is-${state}`} title=${HOST_STATES[state]}>
       <th scope="row" title=${host}>${label}</th>
       <td>${state}</td>
       <td class="num quiet">${replica !== null && html`<button type="button" class="link" onClick=${() => store.set({ replica })}>r${replica}</button> ${ranksOf(ranks)}`}</td>
-      <td>${live && html`<button type="button" class="link" aria-label=${`${action} ${host}`} onClick=${() => store.set({ asked: { action, host }, notice: null })}>${action}</button>`}</td>
+      <td>${live && state && html`<button type="button" class="link" aria-label=${`${action} ${host}`} onClick=${() => store.set({ asked: { action, host }, notice: null })}>${action}</button>`}</td>
     </tr>
+    ${load && html`<tr class="why"><td colspan="4" class="num">${load}</td></tr>`}
     ${why && html`<tr class="why"><td colspan="4">${why}</td></tr>`}
   `;
 }

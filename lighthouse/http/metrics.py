@@ -22,6 +22,7 @@ from ft_hsdp.analysis.commits import EVAL_LOSS
 from ft_hsdp.jsonl import is_finite
 from lighthouse.http.access import Bearer, Keys
 from lighthouse.journal.journal import JobJournal
+from lighthouse.overview.machines import CLOCK, HOST, MEASURES
 from lighthouse.overview.replicas import STATES
 
 WAITS = ("quorum", "ftar", "snapshot", "copies", "commit", "offload", "evaluation")
@@ -144,6 +145,7 @@ class Scraped(Collector):
         yield from self._meter.registry.collect()
         yield from _job(overview)
         yield from self._replicas(overview["replicas"])
+        yield from _machines(overview)
         yield from self._checkpoint(overview["now"])
 
     def _replicas(self, replicas: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
@@ -219,6 +221,20 @@ def _job(overview: Mapping[str, Any]) -> Iterator[Metric]:
         lost.add_metric([cause], seconds)
     yield lost
     yield CounterMetricFamily("ft_hsdp_journal_rows", "Rows that the journal was given", overview["seq"])
+
+
+def _machines(overview: Mapping[str, Any]) -> Iterator[Metric]:
+    ranks = [(str(row["replica"]), rank) for row in overview["replicas"] for rank in row["ranks"]]
+    told = [([replica, str(rank["rank"]), rank["host"]], rank["load"]) for replica, rank in ranks]
+    told += [([host], load) for host, load in overview["loads"].items()]
+    texts = {**MEASURES, CLOCK: "By how much the host's clock is ahead of the lighthouse's"}
+    for name, text in texts.items():
+        labels = ["host"] if name.startswith(HOST) else ["replica", "rank", "host"]
+        family = GaugeMetricFamily(f"ft_hsdp_{name}", text, labels=labels)
+        for where, load in told:
+            if name in load:
+                family.add_metric(where, load[name])
+        yield family
 
 
 def _protected(job: Mapping[str, Any]) -> bool | None:

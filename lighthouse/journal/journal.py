@@ -29,6 +29,7 @@ from lighthouse.journal import row_checks
 from lighthouse.journal.database import MAX_READ, DatabaseFailed, EventQuery, SqliteDatabase
 from lighthouse.journal.subscribers import Subscribers
 from lighthouse.overview.liveness import Change, Stragglers, StragglerVerdict, Vitals
+from lighthouse.overview.machines import CLOCK, Clocks, OddClock, split
 from lighthouse.overview.overview import JobInfo, JournalEntry, Json, Overview, Row
 from lighthouse.overview.replicas import RUN
 from lighthouse.overview.suspects import QUIET_S, Suspects, SuspectVerdict, has_stopped
@@ -105,6 +106,7 @@ class JobJournal:
         self._heard = OrderedDict[str, None]()  # digests of events and of who told them
         self._stragglers = Stragglers(about.slots)
         self._vitals = Vitals()
+        self._clocks = Clocks()
         self._suspects = Suspects()
         # On the monotonic clock: when the newest step was told, and until when none had come for long.
         self._committed: float | None = None
@@ -158,6 +160,7 @@ class JobJournal:
             self._before(row)
         if who.replica is not None:
             self._vitals.hear(who.replica, beats, self._monotonic())
+            self._tell("ClockOff", self._clocks.hear(beats, now, self._monotonic()))
         self._number("event", events + self._missed(telemetry, now))
         self._number(
             "commit",
@@ -444,23 +447,26 @@ class JobJournal:
                 known, quiet_s = partial(self._vitals.known, now), now - max(self._committed, self._paused)
                 self._tell("CulpritFound", self._suspects.judge(known, quiet_s, typical, now))
 
-    def _tell(self, event: str, found: Iterable[StragglerVerdict | Change | SuspectVerdict]) -> None:
+    def _tell(self, event: str, found: Iterable[StragglerVerdict | Change | SuspectVerdict | OddClock]) -> None:
         for each in found:
             facts = each._asdict()
             self._number("event", [{"t": self._clock(), "event": event, "source": "lighthouse", **facts}])
             self._arm()
 
     def _with_ranks(self, overview: Json, *, live: bool) -> Json:
-        now = self._monotonic()
+        now, ahead = self._monotonic(), self._clocks.ahead() if live else {}
+        loads = overview["loads"] = {host: {CLOCK: seconds} for host, seconds in ahead.items()}
         for row in overview["replicas"]:
             replica = row["replica"]
             row["step_s"] = self._stragglers.step_s.get(replica) if live else None
             row["busy_s"] = self._stragglers.busy_s.get(replica) if live else None
             row["pause"] = self._vitals.pauses(now).get(replica, "") if live else ""
-            row["ranks"] = [
-                {"rank": b.rank, "pid": b.pid, "host": b.host, "progress": b.progress, "age_s": age}
-                for b, age in (self._vitals.newest(replica, now) if live else ())
-            ]
+            row["ranks"] = ranks = []
+            for b, age in self._vitals.newest(replica, now) if live else ():
+                own, of_host = split(b.load)
+                loads.setdefault(b.host, {}).update(of_host)
+                about = {"rank": b.rank, "pid": b.pid, "host": b.host, "progress": b.progress, "age_s": age}
+                ranks.append({**about, "load": own})
         return overview
 
 

@@ -21,6 +21,7 @@ from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.event_table import EVENTS
 from ft_hsdp.jsonl import is_finite
 from ft_hsdp.protocol import MAX_COUNT, Count, RankBeat
+from lighthouse.overview.machines import MEASURES
 from lighthouse.overview.overview import JobInfo, Row
 
 DAY_S = 86400.0  # a row may be so far from now; otherwise its sender's clock is wrong
@@ -233,6 +234,8 @@ def beats(ranks: Sequence[RankBeat], who: RowSender, about: JobInfo) -> list[Ran
             pause=_text(beat.pause, MAX_PAUSE),
             still_s=_amount(beat.still_s, "still_s"),
             trace=None if beat.trace is None else _trace(beat.trace, about),
+            t=_amount(beat.t, "t"),
+            load={name: value for name, value in beat.load.items() if name in MEASURES},
         )
         for beat in ranks
     ]

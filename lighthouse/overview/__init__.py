@@ -13,6 +13,7 @@ Read in this order:
 - `series`: curves of commits, and of the values of users' loops, thinned out to what a page can draw;
 - `liveness`: stragglers and stalled replicas, found while the job runs, and what its ranks told last;
 - `suspects`: which rank keeps the job waiting;
+- `machines`: what ranks measure of themselves and their hosts, and hosts whose clocks are wrong;
 - `alarms`: what needs people.
 
 The package is pure: no library, no file, no clock; the time comes in as an argument (an import contract in

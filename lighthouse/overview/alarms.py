@@ -111,6 +111,7 @@ class Alarms:
         found = {
             "JobHalted": ("halted", "job"),
             "CulpritFound": ("culprit", who),
+            "ClockOff": ("clock", f"host {row.get('host')}"),
             "StoreFailed": ("disk", "store"),
             "LogLinesLost": ("disk", f"logs of {who}"),
             "CheckpointFailed": ("disk", "checkpoint"),

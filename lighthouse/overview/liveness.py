@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -112,6 +112,7 @@ class Stragglers:
 SILENT_S = 5.0  # without a beat; ranks beat about once a second
 STUCK_S = 15.0  # without progress; or `STUCK_STEPS` usual steps, if that is longer
 STUCK_STEPS = 8.0
+MEASURED_S = 60.0  # for which a load counts that no newer one has followed
 
 
 class Change(NamedTuple):
@@ -127,6 +128,7 @@ class _Rank:
     heard: float
     moved: float
     trace: RankTrace | None  # the newest that it has sent
+    measured: float  # when the load of the beat, which is the newest one, was heard
 
 
 class Vitals:
@@ -143,8 +145,12 @@ class Vitals:
             if known is not None and known.beat.pid != beat.pid:
                 known = None
             moved = known.moved if known is not None and known.beat.progress == beat.progress else now
-            before = None if known is None else known.trace
-            mine[beat.rank] = _Rank(beat, now, moved, before if beat.trace is None else beat.trace)
+            trace, measured = beat.trace, now
+            if known is not None:
+                trace = known.trace if trace is None else trace
+                if not beat.load and now - known.measured < MEASURED_S:
+                    beat, measured = replace(beat, load=known.beat.load), known.measured
+            mine[beat.rank] = _Rank(beat, now, moved, trace, measured)
 
     def forget(self, replica: int) -> None:
         self._of.pop(replica, None)

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -89,7 +90,7 @@ class Scene:
         await self.lighthouse.start()
         self.client = LighthouseClient((self.lighthouse.url,), TOKEN)
         beat = self._beat
-        self.reporter = Reporter("0-x-0", self.client.tell, None if beat is None else lambda: beat)
+        self.reporter = Reporter("0-x-0", self.client.tell, None if beat is None else lambda: beat, lambda: 0.0)
         self.reporter.start()
         return self
 
@@ -258,10 +259,12 @@ async def test_the_end_has_a_deadline(s: Scene, status: int | None) -> None:
 
 async def test_other_ranks_are_spoken_for_as_long_as_they_speak(fast, monkeypatch, s: Scene) -> None:
     monkeypatch.setattr(reporting, "HEARD_S", 0.3)
-    other = RankBeat(1, 8, "there", 5)
+    other = RankBeat(1, 8, "there", 5, t=7.0)
     s.reporter.relay(Telemetry("0-x-0", ({"event": "of rank 1"},), (), (other,), 4))
     await s.until(lambda: "of rank 1" in s.lighthouse.events, "its event arrives")
-    assert s.lighthouse.taken[-1].ranks == (BEAT, other)
+    mine, passed_on = s.lighthouse.taken[-1].ranks
+    assert (mine, replace(passed_on, t=7.0)) == (BEAT, other)
+    assert passed_on.t > 7.0, "it has waited here"
     assert s.lighthouse.taken[-1].dropped == 4
     await s.until(lambda: s.lighthouse.taken[-1].ranks == (BEAT,), "it is silent")
 

@@ -6,14 +6,19 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from ft_hsdp.launch.run.directory import read_json
 from ft_hsdp.secret import worker_token
 from ft_hsdp.state.transfer.donor_connection import ask_held
+from lighthouse.http.access import view_key
+from lighthouse.overview.machines import CLOCK, MEASURES, OFF_S
 from tests.support.machines import Rig, needs_machines
 from tests.support.machines_job import PORT, ROOT, STEPS, TOKEN, JobOnHosts
 from tests.support.scenarios.scenario_job import agents_of
@@ -58,6 +63,30 @@ def test_ranks_go_on_when_their_agents_are_killed(tmp_path: Path) -> None:
         far.run("kill", "-9", str(rank["pid"]))
         job.back(1, 2)
         assert next(e["codes"] for e in job.told("ReplicaExited") if e["replica"] == 1) == {"0": -9}
+        job.ended()
+
+
+@PROOF
+def test_each_rank_and_each_machine_tells_what_it_uses(tmp_path: Path) -> None:
+    with Rig(tmp_path, 3) as rig, JobOnHosts(rig, tmp_path, 2, 1) as job:
+        asked = f"http://127.0.0.1:{PORT}/metrics", {"Authorization": f"Bearer {view_key(TOKEN)}"}
+
+        def values() -> dict[tuple[str, str], float]:
+            """By name and host."""
+            get = partial(httpx.get, asked[0], headers=asked[1], trust_env=False)
+            families = text_string_to_metric_families(rig.machines[0].within(get).raise_for_status().text)
+            samples = [each for family in families for each in family.samples]
+            return {(each.name, each.labels["host"]): each.value for each in samples if "host" in each.labels}
+
+        names = [name for name in (*MEASURES, CLOCK) if not re.match("gpu|host_checkpoint", name)]
+        wanted = {(f"ft_hsdp_{name}", job.hosts(r)[0].name) for r in (0, 1) for name in names}
+        job.until(lambda: values().keys() >= wanted, "all is told of both")
+        for replica in (0, 1):
+            (host,), found = job.hosts(replica), values()
+            (rank,) = read_json(job.kept(host) / f"replicas/{replica}/processes.json")["ranks"]
+            resident = int(host.run("cat", f"/proc/{rank['pid']}/statm").split()[1]) * os.sysconf("SC_PAGESIZE")
+            assert found["ft_hsdp_rank_resident_bytes", host.name] == pytest.approx(resident, rel=0.5)
+            assert abs(found[f"ft_hsdp_{CLOCK}", host.name]) < OFF_S
         job.ended()
 
 

@@ -22,6 +22,7 @@ from lighthouse.http.metrics import KINDS, Meter, metrics
 from lighthouse.http.quorum_route import QuorumRoute
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
+from lighthouse.overview.machines import CLOCK, MEASURES, split
 from lighthouse.overview.overview import JobInfo
 from lighthouse.overview.replicas import STATES
 
@@ -40,6 +41,7 @@ FAILURE = {
     "done": True,
 }
 
+OWN, OF_HOST = split({name: float(number) for number, name in enumerate(MEASURES)})
 OVERVIEW: dict[str, Any] = {
     "now": 1000.0,
     "seq": 41,
@@ -89,6 +91,7 @@ OVERVIEW: dict[str, Any] = {
             "width": 2,
             "straggler": False,
             "drained": False,
+            "ranks": [{"rank": 1, "host": "here", "load": OWN}],
         },
         {
             "replica": 1,
@@ -98,8 +101,10 @@ OVERVIEW: dict[str, Any] = {
             "width": 2,
             "straggler": True,
             "drained": True,
+            "ranks": [],
         },
     ],
+    "loads": {"here": OF_HOST, "there": {CLOCK: 2.5}},
     "failures": [FAILURE],
 }
 
@@ -206,6 +211,9 @@ def test_the_overview_is_in_gauges() -> None:
         **{f"replica_state{{0,{state}}}": state == "training" for state in STATES},
         **{f"replica_state{{1,{state}}}": state == "booting" for state in STATES},
         "telemetry_age_seconds{0}": 0.5,
+        "rank_resident_bytes{here,1,0}": 1,
+        "host_memory_bytes{here}": [*MEASURES].index("host_memory_bytes"),
+        "host_clock_ahead_seconds{there}": 2.5,
         "checkpoint_step": 10,
         "checkpoint_age_seconds": 60,
     }
@@ -366,7 +374,7 @@ def test_the_page_describes_every_metric_and_no_other(real) -> None:
 
 
 def test_labels_are_the_bounded_ones(real) -> None:
-    allowed = {"replica", "state", "cause", "by", "kind", "route", "code"}
+    allowed = {"replica", "rank", "host", "state", "cause", "by", "kind", "route", "code"}
     assert set().union(*(labels for _, labels in real.values())) <= allowed
 
 

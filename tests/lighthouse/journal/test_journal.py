@@ -115,6 +115,18 @@ async def test_a_worker_is_told_only_when_its_rows_are_kept(journal):
     await journal.kept()  # nothing waits
 
 
+def test_a_wrong_clock_is_told_once():
+    clock = Clock()
+    journal = make(clock=clock)
+    for second in range(40):
+        clock.seconds = float(second)
+        tell(journal, ranks=(RankBeat(0, 1, "h", 1, t=clock.wall() - 3.5),))
+    assert journal.overview()["loads"] == {"h": {"host_clock_ahead_seconds": pytest.approx(-3.5)}}
+    journal.close()
+    (told,) = [row for row in kept(journal) if row["event"] == "ClockOff"]
+    assert (told["host"], told["over"], told["source"]) == ("h", False, "lighthouse")
+
+
 def test_a_commit_is_kept_once_whoever_tells_of_it():
     sink = Taken()
     journal = make(sinks=[sink])
@@ -332,14 +344,19 @@ def test_the_overview_has_what_only_the_living_know():
             tell(journal, f"{replica}-a-0", commits=(row,), ranks=(RankBeat(1, 42, "node7", step),))
     clock.seconds += 60
     for replica in range(3):
-        tell(journal, f"{replica}-a-0", ranks=(RankBeat(1, 42, "node7", 24),))
+        load = {"rank_cpu_ratio": 0.5, "host_run_free_bytes": 7.0, "odd": 1.0}
+        beats = RankBeat(1, 42, "node7", 24, load=load), RankBeat(1, 42, "node7", 24, t=clock.wall())
+        for beat in beats:  # only a load that is new is told
+            tell(journal, f"{replica}-a-0", ranks=(beat,))
     clock.seconds += 0.5
     overview = journal.overview()
     one = overview["replicas"][1]
     assert one["straggler"]
     assert not overview["replicas"][0]["straggler"]
     assert (one["step_s"], round(one["busy_s"], 3)) == (2.6, 2.5)
-    assert one["ranks"] == [{"rank": 1, "pid": 42, "host": "node7", "progress": 24, "age_s": 0.5}]
+    about = {"rank": 1, "pid": 42, "host": "node7", "progress": 24, "age_s": 0.5}
+    assert one["ranks"] == [{**about, "load": {"rank_cpu_ratio": 0.5}}]
+    assert overview["loads"] == {"node7": {"host_run_free_bytes": 7.0}}
     assert overview["head"]["contributors"] == [0, 1, 2]
     assert overview["head"]["steps_per_s"] == pytest.approx(1.0)
     assert overview["head"]["tokens_per_s"] == pytest.approx(300)

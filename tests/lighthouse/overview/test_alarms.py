@@ -121,6 +121,7 @@ def test_losses_that_are_all_the_same_or_that_no_loop_tells_are_usual(people: Pe
         ("JobHalted", {}, ("halted", "job")),
         ("CulpritFound", {"replica": 2, "rank": 1}, ("culprit", "replica 2 rank 1")),
         ("StoreFailed", {}, ("disk", "store")),
+        ("ClockOff", {"host": "h"}, ("clock", "host h")),
         ("CheckpointFailed", {"replica": 0, "step": 4}, ("disk", "checkpoint")),
         ("LogLinesLost", {"replica": 2, "file": "events.jsonl", "lines": 3}, ("disk", "logs of replica 2")),
         ("CheckpointFailed", {"replica": 0, "replicas": [1]}, None),
