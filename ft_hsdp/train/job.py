@@ -530,13 +530,11 @@ class Job(DataSources, UserLoop):
             self._log.logged(step, state.commit_epoch, numbers)
 
     def _evaluation(self) -> Evaluation[Any] | None:
-        if self._evaluated is None:
-            if self.config.eval.every:
-                allowed = "0, or a loop that calls job.evaluate before job.batches"
-                raise ConfigError("eval.every", self.config.eval.every, allowed)
-            return None
-        model, given = self._adopted.model, self._evaluated
-        return Evaluation(self.config, *given, model, self.rank, self.ranks, self.device, self.pause)
+        given, every = self._evaluated, self.config.eval.every
+        if given is None and every:
+            raise ConfigError("eval.every", every, "0, or a loop that calls job.evaluate before job.batches")
+        model, rank, ranks = self._adopted.model, self.rank, self.ranks
+        return given and Evaluation(self.config, *given, model, rank, ranks, self.device, self.pause)
 
     def _write_evaluated(self, state: StateId, loss: float) -> None:
         if self._log is not None:

@@ -432,12 +432,11 @@ class StepDriver:
 
     def _evaluate(self, state: StateId) -> None:
         """Evaluate a state that was just applied, if it is its turn, and tell the loss. A collective."""
-        began, take = time.monotonic(), self.here.evaluated
-        if self.evaluation is not None and take is not None:
-            loss = self.evaluation.at(state.step)
-            if loss is not None:
-                take(state, loss)
-                self._evaluated_s = time.monotonic() - began
+        began, take, evaluation = time.monotonic(), self.here.evaluated, self.evaluation
+        loss = None if take is None or evaluation is None else evaluation.at(state.step)
+        if take is not None and loss is not None:
+            take(state, loss)
+            self._evaluated_s = time.monotonic() - began
 
     def _rejoined(self) -> None:
         with self._ends_the_rank():

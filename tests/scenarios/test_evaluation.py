@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.scenarios.scenario_job import Job
 
+pytestmark = [pytest.mark.proof, pytest.mark.multiproc]
 STEPS, EVERY = 20, 5
 
 
@@ -15,8 +16,6 @@ def evaluating(folder: Path) -> dict[str, Any]:
     return {"eval__every": EVERY, "eval__batches": 7, "eval__data": str(folder / "other.txt")}
 
 
-@pytest.mark.proof
-@pytest.mark.multiproc
 def test_a_loss_in_an_evaluation_costs_neither_a_value_nor_a_step(tmp_path: Path) -> None:
     point = {"evaluation": {"replicas": [1], "rank": 1, "step": 10}}
     with Job(tmp_path, STEPS, **evaluating(tmp_path), debug__failpoints=point) as job:
@@ -27,14 +26,11 @@ def test_a_loss_in_an_evaluation_costs_neither_a_value_nor_a_step(tmp_path: Path
         rows = [job.rows(f"replicas/{r}/logged.jsonl") for r in range(3)]
         told = [{row["step"]: row["values"]["eval_loss"] for row in each} for each in rows]
         assert told[0] == told[2] == dict(found), "the same bits"
-        assert {*told[1].items()} < {*found}, "the one that died told nothing else"
-        assert 10 not in told[1], "it died before, and did not do it again"
+        assert {*told[1].items()} <= {*found} - {(10, told[0][10])}, "it died before, and did not do it again"
         assert [row["step"] for row in job.journal("logged")] == [step for step, _ in found]
         assert not job.events("CulpritFound") + job.events("ReplicaStalled") + job.events("JobDoubted")
 
 
-@pytest.mark.proof
-@pytest.mark.multiproc
 def test_training_has_the_same_bits_with_and_without_it(tmp_path: Path) -> None:
     digests = set()
     for name in ("with", "without"):

@@ -213,15 +213,15 @@ def _absolute(config: Config) -> Config:
     if set(runs) & set('"\\\n'):
         raise ConfigError("job.runs_dir", runs, "a folder whose name has no quotes, backslashes or new lines")
     job = config.job.model_copy(update={"runs_dir": runs})
-    data, checkpoint = config.data, config.checkpoint
+    data, evaluated, checkpoint = config.data, config.eval, config.checkpoint
     if data.path != "stdlib":
         data = data.model_copy(update={"path": str(Path(data.path).resolve())})
-    evaluated = config.eval
-    if evaluated.data not in (None, "stdlib"):
+    if evaluated.data is not None and evaluated.data != "stdlib":
         evaluated = evaluated.model_copy(update={"data": str(Path(evaluated.data).resolve())})
     entry = config.entry
     if entry is not None and not is_function(entry):
         entry = str(locate(entry).resolve())
     if checkpoint.dir is not None:
         checkpoint = checkpoint.model_copy(update={"dir": str(Path(checkpoint.dir).resolve())})
-    return config.model_copy(update={"job": job, "entry": entry, "data": data, "checkpoint": checkpoint})
+    texts = {"data": data, "eval": evaluated}
+    return config.model_copy(update={"job": job, "entry": entry, "checkpoint": checkpoint, **texts})

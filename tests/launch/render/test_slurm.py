@@ -240,9 +240,10 @@ def test_what_slurm_would_misread_is_one_line(tmp_path, site, overrides, key) ->
 
 def test_paths_mean_the_same_on_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = slurm(parse({"data": {"path": "text"}, "checkpoint": {"dir": "kept", "every": 5}}), Site())
-    for path in (f"runs_dir: {tmp_path}/runs", f"path: {tmp_path}/text", f"dir: {tmp_path}/kept"):
-        assert path in text
+    kept, evaluated = {"dir": "kept", "every": 5}, {"every": 5, "data": "other"}
+    text = slurm(parse({"data": {"path": "text"}, "checkpoint": kept, "eval": evaluated}), Site())
+    for path in ("runs_dir: {}/runs", "path: {}/text", "data: {}/other", "dir: {}/kept"):
+        assert path.format(tmp_path) in text
 
 
 def test_a_users_script_is_named_and_has_one_path_on_every_node(tmp_path, monkeypatch) -> None:

@@ -1,9 +1,8 @@
 """The evaluation of committed states: which, to what loss, and that training does not notice it."""
 
-import contextlib
 import math
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ft_hsdp.config import Config, parse
+from ft_hsdp.config import parse
 from ft_hsdp.core.ledger import Ledger
-from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.data.step_plan import StepPlan
 from ft_hsdp.train.loop.callbacks import CallbackFailed
 from ft_hsdp.train.loop.evaluation import Evaluation
@@ -37,10 +35,9 @@ class Numbered:
         return batch(100 + index)
 
 
-def of(one: OneRank, loss_of: Callable[[Tensor], Any] | None = None, rank: int = 0, ranks: int = 1) -> Evaluation:
-    loss_of = one.model if loss_of is None else loss_of
-    pause = mock.Mock(side_effect=lambda what: contextlib.nullcontext())
-    return Evaluation(CONFIG, loss_of, Numbered(), one.model, rank, ranks, torch.device("cpu"), pause)
+def of(one: OneRank, loss_of: Any = None, rank: int = 0, ranks: int = 1, pause: Any = None) -> Evaluation[Any]:
+    given, pause = Numbered(), pause or mock.MagicMock()
+    return Evaluation(CONFIG, loss_of or one.model, given, one.model, rank, ranks, torch.device("cpu"), pause)
 
 
 @pytest.fixture
@@ -50,9 +47,8 @@ def one(mesh: DeviceMesh) -> OneRank:
 
 def expected(one: OneRank) -> float:
     """The mean loss of the weights that the rank's shards have now."""
-    weights = {name: p.full_tensor() for name, p in one.params.items()}
     plain = type(one.model)()
-    plain.load_state_dict(weights)
+    plain.load_state_dict({name: p.full_tensor() for name, p in one.params.items()})
     with torch.no_grad():
         return math.fsum(float(plain(batch(100 + i))) for i in range(BATCHES)) / BATCHES
 
@@ -70,11 +66,12 @@ def test_every_third_step_and_the_last_one_are_evaluated_with_the_weights_of_tha
 
 def test_nothing_of_training_is_other_than_before(one: OneRank) -> None:
     one.model.parts[1].eval()
-    seen: list[tuple[bool, bool]] = []
+    seen, pause = [], mock.MagicMock()
 
     def loss_of(given: Tensor) -> Tensor:
         torch.rand(3)
-        seen.append((any(m.training for m in one.model.modules()), torch.is_grad_enabled()))
+        training, ended = any(m.training for m in one.model.modules()), pause.return_value.__exit__.called
+        seen.append((training, torch.is_grad_enabled(), ended))
         return one.model(given)
 
     plan = one.driver.plan = StepPlan(Ledger.empty(2), 1, 1, 1, ((0, 1),))
@@ -82,28 +79,24 @@ def test_nothing_of_training_is_other_than_before(one: OneRank) -> None:
     modes, random = [m.training for m in one.model.modules()], torch.get_rng_state()
     one.model(batch(0)).backward()
     told = plan.trained[-1].loss
-    of(one, loss_of).at(3)
-    assert seen == [(False, False)] * BATCHES
+    of(one, loss_of, pause=pause).at(3)
+    pause.assert_called_once_with("evaluation of step 3")
+    assert seen == [(False, False, False)] * BATCHES
+    assert pause.return_value.__exit__.called
     assert [m.training for m in one.model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), random)
     assert plan.trained[-1].loss is told, "the loss of an evaluation was taken for that of the micro-batch"
 
 
-def shares(one: OneRank, ranks: int) -> list[Tensor]:
-    """What each of so many ranks adds; each calls the model as often, because a forward is a collective."""
-    found: list[Tensor] = []
-    for rank in range(ranks):
-        forward = mock.Mock(side_effect=one.model)
-        with mock.patch.object(dist, "all_reduce", lambda part: found.append(part.clone())):
-            of(one, forward, rank, ranks).at(3)
-        assert forward.call_count == math.ceil(BATCHES / ranks)
-    return found
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_share_the_batches_and_find_the_same_bits_whatever_their_number(one: OneRank, ranks: int) -> None:
-    whole = torch.stack(shares(one, ranks)).sum(0)
-    with mock.patch.object(dist, "all_reduce", lambda part: part.copy_(whole)):
+    parts: list[Tensor] = []
+    for rank in range(ranks):
+        forward = mock.Mock(side_effect=one.model)
+        with mock.patch.object(dist, "all_reduce", lambda part: parts.append(part.clone())):
+            of(one, forward, rank, ranks).at(3)
+        assert forward.call_count == math.ceil(BATCHES / ranks), "a forward is a collective"
+    with mock.patch.object(dist, "all_reduce", lambda part: part.copy_(sum(parts))):
         assert of(one, None, 0, ranks).at(3) == expected(one)
 
 
@@ -116,7 +109,6 @@ def test_batches_count_by_the_weight_that_the_function_says(one: OneRank) -> Non
 
     evaluation = of(one, loss_of)
     assert evaluation.at(3) == (2 * 1.0 + 4.0 + 1.0) / 4
-    assert evaluation.weight is None
     assert math.isnan(evaluation.at(6) or 0.0)
 
 
@@ -147,26 +139,15 @@ def test_an_error_in_the_user_s_function_ends_the_rank(one: OneRank, capsys: pyt
     assert one.model.training
 
 
-@pytest.mark.usefixtures("mesh")
-def test_what_cannot_be_evaluated_is_refused_before_training(tmp_path: Path) -> None:
+def test_what_cannot_be_evaluated_is_refused_before_training(mesh: DeviceMesh, tmp_path: Path) -> None:
     job = made(tmp_path, CONFIG)
     refused(lambda: job.evaluate(lambda given: 0.0, [1]), key="job.evaluate")  # type: ignore[arg-type]
     refused(lambda: job.evaluate(0.5, Numbered()), key="job.evaluate")  # type: ignore[arg-type]
     job.optimizer(torch.optim.AdamW(shard(job).parameters(), lr=0.1))
-    with pytest.raises(ConfigError) as told:
-        next(job.batches(Numbered()))
-    assert told.value.key == "eval.every"
-
-
-def test_the_built_in_trainer_needs_a_text_to_evaluate(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as told:
-        parse({"eval": {"every": 5}})
-    assert told.value.key == "eval.data"
+    refused(lambda: next(job.batches(Numbered())), key="eval.every")
+    refused(lambda: parse({"eval": {"every": 5}}), key="eval.data")
     (tmp_path / "short.txt").write_text("too short")
     for name in ("short.txt", "none.txt"):
-        config = Config.model_validate(
-            {"job": {"runs_dir": str(tmp_path)}, "eval": {"every": 5, "data": str(tmp_path / name)}}
-        )
-        with pytest.raises(ConfigError) as told:
-            eval_dataset(config)
-        assert told.value.key == "eval.data"
+        given = {"every": 5, "data": str(tmp_path / name)}
+        config = parse({"job": {"runs_dir": str(tmp_path)}, "eval": given})
+        refused(partial(eval_dataset, config), key="eval.data")
