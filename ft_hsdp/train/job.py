@@ -137,6 +137,7 @@ class Job(DataSources, UserLoop):
         parts: Sequence[nn.Module] | None = None,
         policy: MixedPrecisionPolicy = FP32,
         buffers: Mapping[str, str] | None = None,
+        init: Callable[[], None] | None = None,
     ) -> nn.Module:
         """Shard ``model`` in place with FSDP2 over this replica's ranks, on the device of the configuration.
 
@@ -152,6 +153,7 @@ class Job(DataSources, UserLoop):
             policy: Types of forward and backward, and of the sums inside the replica. Those over the replicas are
                 fp32.
             buffers: As in `adopt`.
+            init: Gives a model on the meta device its parameters and buffers, when this rank's shards have memory.
 
         Returns:
             ``model``.
@@ -162,9 +164,8 @@ class Job(DataSources, UserLoop):
         if self.config.ranks_per_unit > 1:
             allowed = "1 with job.shard: parallelize_module, fully_shard over the data ranks, then job.adopt"
             raise ConfigError("ranks_per_unit", self.config.ranks_per_unit, allowed)
-        # FSDP2 moves each part to the device and shards it there: the whole model never is on it.
-        mesh = init_device_mesh(self.device.type, (self.ranks,))
-        shard(model, parts_of(model) if parts is None else parts, mesh, policy)
+        mesh = init_device_mesh(self.device.type, (self.ranks,))  # FSDP2 moves each part there and shards it
+        shard(model, parts_of(model) if parts is None else parts, mesh, policy, init)
         return self.adopt(model, buffers=buffers)
 
     def adopt(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -63,10 +64,11 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(args.vocabulary, args.dim)
         self.layers = nn.ModuleList(Block(args) for _ in range(args.layers))
         self.output = Output(args)
-        cos, sin = rotations(args.seq_len, args.dim // args.heads, args.rope_theta)
+        cos, sin = self._rotations()
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.reset(seed)
+        if not cos.is_meta:
+            self.reset(seed)
 
     def shards(self) -> list[nn.Module]:
         return [self.embed, *self.layers, self.output]
@@ -97,14 +99,28 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Draw every parameter anew, each from a generator of its own, keyed by (seed, name)."""
+        """Draw every parameter anew, each from a generator of its own, keyed by (seed, name), and set the buffers.
+
+        Of a parameter that is sharded this rank takes its rows: the values do not depend on the sharding.
+        """
+        for buffer, values in zip((self.cos, self.sin), self._rotations(), strict=True):
+            buffer.copy_(values)
         for name, parameter in self.named_parameters():
             std = _spread(name, self.args)
             if std is None:
                 parameter.fill_(1.0)
                 continue
             generator = torch.Generator().manual_seed(stream(seed, "init", name))
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            drawn, shard = torch.randn(parameter.shape, generator=generator).mul_(std), parameter.data
+            if isinstance(shard, DTensor):
+                ranks, rank = shard.device_mesh.size(), shard.device_mesh.get_local_rank()
+                rows = -(-len(drawn) // ranks)
+                drawn, shard = drawn[rank * rows : (rank + 1) * rows], shard.to_local()
+            shard.copy_(drawn)
+
+    def _rotations(self) -> tuple[Tensor, Tensor]:
+        args = self.args
+        return rotations(args.seq_len, args.dim // args.heads, args.rope_theta)
 
 
 class Block(nn.Module):

@@ -90,7 +90,9 @@ def train(config: Config) -> None:
     evaluated = eval_dataset(config) if config.eval.every else None
     job = join()
     job.built_in = True
-    model = job.shard(build(config), policy=policy(config))
+    with torch.device("meta"):
+        model = build(config)
+    job.shard(model, policy=policy(config), init=lambda: model.reset(config.train.seed))
     optimizer = build_optimizer(config, list(model.parameters()))
     optim = job.optimizer(optimizer, lambda step: factor(config, step))
     optim.clip = config.optim.clip

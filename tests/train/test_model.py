@@ -1,10 +1,21 @@
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from ft_hsdp.config import ModelConfig
+from ft_hsdp.config import Config, ModelConfig
+from ft_hsdp.train.identity import FromEnvironment, RankPlace
+from ft_hsdp.train.job import Job
 from ft_hsdp.train.model import ModelArgs, Transformer, rotate, rotations
 
 ARGS = ModelArgs(vocabulary=257, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64, seq_len=16)
@@ -50,6 +61,46 @@ def test_weights_depend_on_seed_and_name_alone() -> None:
     assert all(torch.equal(first[name], deeper[name]) for name in kept)
     drawn = [w for name, w in first.items() if "norm" not in name]
     assert len({w.flatten()[0].item() for w in drawn}) == len(drawn)
+
+
+class Memory(TorchDispatchMode):
+    """Measures the most bytes that lie in tensors at once; those on the meta device have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # what it does to its shard is seen
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if type(tensor) is torch.Tensor and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self._held[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self._held = {at: each for at, each in self._held.items() if not each[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._held.values()))
+        return out
+
+
+def test_a_sharded_model_has_the_weights_of_a_whole_one_and_no_rank_ever_holds_it(tmp_path: Path) -> None:
+    args, config = replace(ARGS, layers=8), Config(ranks_per_replica=4)
+    whole = Transformer(args, 5)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        job = Job(config, RankPlace(1, 4, tmp_path, (), "t", "", 0), FromEnvironment(0), None, torch.device("cpu"))
+        with Memory() as memory:
+            with torch.device("meta"):
+                model = Transformer(args)
+            job.shard(model, init=partial(model.reset, 5))
+    finally:
+        dist.destroy_process_group()
+    assert 0 < memory.peak < sum(p.nbytes for p in whole.parameters()) / 2
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        assert torch.equal(param.to_local(), whole.get_parameter(name).chunk(4)[1])
+    assert torch.equal(model.cos, whole.cos)
 
 
 def test_initialising_leaves_the_global_generator_alone() -> None:

@@ -436,13 +436,23 @@ class AdoptedModel:
 
 
 def shard(
-    model: nn.Module, parts: Sequence[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32
+    model: nn.Module,
+    parts: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy = FP32,
+    init: Callable[[], None] | None = None,
 ) -> None:
-    """Apply `fully_shard` to each of ``parts``, inner ones first, and to ``model``. A collective of ``mesh``."""
+    """Apply `fully_shard` to each of ``parts``, inner ones first, and to ``model``. A collective of ``mesh``.
+
+    Then ``init`` fills a model on the meta device, whose shards get memory before.
+    """
     inside = {id(m): place for place, m in enumerate(model.modules())}
     for part in sorted(parts, key=lambda part: -inside[id(part)]):
         fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if init is not None:
+        model.to_empty(device=mesh.device_type)
+        init()
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
