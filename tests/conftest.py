@@ -16,6 +16,7 @@ import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import HealthCheck, settings
 
+from ft_hsdp.lifetime import NOTICES
 from tests.support.programs import INAPPLICABLE
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
@@ -134,6 +135,15 @@ def pytest_collection_finish() -> None:
     """Everything that is imported stays: a test that collects garbage does not look at it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _notices() -> Generator[None, None, None]:
+    """A command that a test has run in this process had it ignore them, and what later tests start would, too."""
+    yield
+    for number in NOTICES:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)
