@@ -20,9 +20,9 @@ Before a run, `launcher.py plan` computes from a configuration what copies of th
 
 - `survival`: the exact probability that k lost hosts take no state with them (ReStore §IV-D);
 - `costs`: wasted time and effective training time by the papers' models, and what is assumed;
-- `reliability`: both for the hosts of one job;
-- `plan`, `fewer_ranks`, `plan_table`: the document of `plan --json`, its part on narrow replicas, and its text;
-- `job_model`: a whole job as a model of events, of which the papers' systems are settings.
+- `plan`, `fewer_ranks`, `plan_table`: both for the hosts of one job; its part on narrow replicas, and its text;
+- `job_model`: a whole job as a model of events, of which the papers' systems are settings;
+- `prediction`: these settings, from systems.json or from a run, and published rates of failures (`goodput`).
 
 All of it is pure: rows come in, figures go out. It imports no library, no file, no clock, and of this product only
 `ft_hsdp.core` and `ft_hsdp.memory`. So the launcher can use it, and the lighthouse, which imports neither the

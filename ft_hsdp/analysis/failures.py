@@ -26,6 +26,7 @@ EARLY_S = 0.05  # clocks of processes on one host may differ by this
 LIMIT = 2**16  # ranks of a replica
 _LIVED = frozenset(
     {"ReplicaStarted", "ReplicaBooted", "ReplicaWarmed", "CheckedIn", "FetchStarted", "FetchCompleted", "Rejoined"}
+    | {"StateRestored"}
 )
 """The events that say how far an incarnation is."""
 

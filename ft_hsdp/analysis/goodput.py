@@ -11,6 +11,7 @@ failure takes away, both in seconds of all replicas.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,12 +19,24 @@ from ft_hsdp.event_table import EVENTS
 
 FAILURES = ("startup", "detect", "quorum", "reconnect", "fetch", "missing", "replay")
 CAUSES = (*FAILURES, "evaluation", "ftar", "commit", "other")
+ML_GOODPUT: Mapping[str, str] = {
+    "startup": "PROGRAM_STARTUP",
+    "detect": "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
+    "quorum": "ELASTIC_SLICE_DOWN",
+    "reconnect": "ELASTIC_REINITIALIZATION",
+    "fetch": "UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME",
+    "replay": "WASTED_PROGRESS_FROM_DISRUPTION",
+    "evaluation": "CUSTOM_BADPUT_EVENTS",
+}
+"""What ml-goodput-measurement 0.2.3 calls a cause. Others are OTHER, but "missing" is its slice efficiency."""
+
 WAITS = ("evaluation", "quorum", "commit", "ftar")  # the surest cause first
 MEANT = ("done", "stopped", "left")  # planned ends of an incarnation
 BY_FAILURES = ("detect", "quorum", "reconnect", "fetch", "missing")
 BINS_PER_OCTAVE = 128  # of the histogram of steps: a median is exact to 0.6 %, or wholly while bins hold one value
 LEARN = 4  # one in so many usual steps updates the waits of a usual step
 SMOOTH = 0.1  # with this weight
+LOSSES = 512  # newest ones whose costs are kept
 
 
 class Median:
@@ -102,6 +115,11 @@ class StepTimes:
         return 0.0 if self._first is None else float(self._last - self._first[0] + self._first[1])
 
     @property
+    def began(self) -> float:
+        """Return when the first step would have begun if it were a usual one, in Unix seconds."""
+        return self._last - self.wall_s + self.startup_s
+
+    @property
     def trained_s(self) -> float:
         """Return the effective training time: the sum of median step x share, in seconds."""
         return self.median * self.share
@@ -128,6 +146,14 @@ class Goodput:
         self._missing = 0.0  # lost by absent contributors, at the usual step of that time
         self._share_again = 0.0  # sum of the shares of repeated steps
         self._highest = 0
+        self._stepping_s, self._present_s = 0.0, 0.0  # since the first commit; times the part that contributed
+        self._deviation_s = 0.0  # of the newest step
+        self.stalls: deque[dict[str, float]] = deque(maxlen=LOSSES)  # extra seconds of a step that lost a replica
+        self.restarts: deque[float] = deque(maxlen=LOSSES)  # the same after the loss of all
+        self.joins: dict[str, float] = {}  # of steps in which replicas joined
+        self.calm_s, self.calm = 0.0, 0  # sum and number of whole steps in which nothing happened
+        self._before: frozenset[int] = frozenset()  # contributors of the newest commit
+        self._gone: set[int] = set()  # replicas that have failed since
         self._lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         self._usual: dict[str, float] = {}  # exposed waits of a usual step, in seconds
         self._marks: dict[str, float] = {}  # what happened since the last commit, and when first
@@ -142,6 +168,7 @@ class Goodput:
                 self._marks.setdefault(mark, t)
         if name == "ReplicaExited" and row.get("kind") not in MEANT:
             self.failed = True
+            self._gone.add(row.get("replica", -1))
 
     def commit(self, row: Mapping[str, Any]) -> tuple[float, float]:
         """Take a commit; return its useful seconds of all replicas, and the seconds since the commit before."""
@@ -160,11 +187,15 @@ class Goodput:
         if self.commits == 1:
             pass  # its excess is the startup, which `effective` computes once the usual step is known
         elif self._marks or excess > 0.1 * typical:
-            self._account(excess, row["t"], row["waits"])
+            self._sample(frozenset(row["contributors"]), excess, self._account(excess, row["t"], row["waits"]))
         elif self.commits % LEARN == 0:
             self._learn(row["waits"])
-        if self._marks:
-            self._marks = {}
+        if not self._marks and present == 1 and self.commits > 1:
+            self.calm_s, self.calm = self.calm_s + gap, self.calm + 1
+        self._before, self._gone, self._marks = frozenset(row["contributors"]), set(), {}
+        if self.commits > 1:
+            self._stepping_s, self._present_s = self._stepping_s + gap, self._present_s + gap * present
+        self._deviation_s = row["step_s"] - typical
         self._missing += expected * (1.0 - present)
         return typical * share, gap
 
@@ -187,6 +218,11 @@ class Goodput:
             lost = {cause: seconds * rest for cause, seconds in lost.items()} | {"missing": missing}
         else:
             lost["other"] += whole - named
+        badput: dict[str, float] = {}
+        for cause, seconds in lost.items():
+            if cause != "missing":
+                name = ML_GOODPUT.get(cause, "OTHER")
+                badput[name] = badput.get(name, 0.0) + seconds
         by_failures = sum(lost[cause] for cause in BY_FAILURES)
         return {
             "wall_clock": min(1.0, trained / max(wall, 1e-9)),
@@ -195,6 +231,9 @@ class Goodput:
             "wall_s": wall,
             "useful_s": useful,
             "lost_s": lost,
+            "badput_s": badput,
+            "slice_efficiency": self._present_s / self._stepping_s if self._stepping_s else 1.0,
+            "step_deviation_s": self._deviation_s,
         }
 
     def _learn(self, waits: Mapping[str, float]) -> None:
@@ -203,21 +242,35 @@ class Goodput:
             old = self._usual.get(cause, seconds)
             self._usual[cause] = old + SMOOTH * (seconds - old)
 
-    def _account(self, excess: float, t: float, waits: Mapping[str, float]) -> None:
-        """Attribute the extra time of a step to causes.
+    def _sample(self, now: frozenset[int], excess: float, parts: dict[str, float]) -> None:
+        """Keep what a change of membership cost, for a model of the job."""
+        if self._before and self._before <= self._gone:
+            self.restarts.append(max(0.0, excess))
+        elif self._before - now:
+            self.stalls.append(parts)
+        elif "granted" in self._marks:
+            for cause, seconds in parts.items():
+                self.joins[cause] = self.joins.get(cause, 0.0) + seconds
+
+    def _account(self, excess: float, t: float, waits: Mapping[str, float]) -> dict[str, float]:
+        """Attribute the extra time of a step to causes, and return what each got.
 
         First to the phases of a change of membership during the step, then to waits that were longer than usual.
         What remains is "other" (`effective`).
         """
+        parts: dict[str, float] = {}
         for cause, seconds in _phases(self._marks, t):
-            put = min(max(excess, 0.0), seconds)
-            self._lost[cause] += put
-            excess -= put
+            parts[cause] = min(max(excess, 0.0), seconds)
+            excess -= parts[cause]
         for cause in WAITS:
             longer = waits.get(cause, 0.0) - self._usual.get(cause, 0.0)
             put = min(max(excess, 0.0), max(longer, 0.0))
-            self._lost["fetch" if cause == "commit" and "fetching" in self._marks else cause] += put
+            name = "fetch" if cause == "commit" and "fetching" in self._marks else cause
+            parts[name] = parts.get(name, 0.0) + put
             excess -= put
+        for cause, put in parts.items():
+            self._lost[cause] += put
+        return parts | {"other": max(0.0, excess)}
 
 
 def _phases(marks: Mapping[str, float], t: float) -> list[tuple[str, float]]:

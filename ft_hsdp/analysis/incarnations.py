@@ -46,10 +46,13 @@ class IncarnationRecord:
     exited: float | None = None
     donor: str = ""  # the replica whose state it fetched
     how: str = ""  # how it was started: cold, from a spare
+    rung: str = ""  # where its state came from, if other than from the replicas that trained
     kind: str = ""  # how it ended
 
     def take(self, name: str, row: Row) -> None:
         """Take the event ``name`` of this incarnation; events without a stage change nothing."""
+        if name == "StateRestored":
+            self.rung = str(row.get("rung", ""))
         stage = _STAMPS.get(name)
         if stage is None:
             return
@@ -120,13 +123,19 @@ def starts(events: Iterable[Row], failures: Sequence[Row] = ()) -> list[Incarnat
     return [start for _, start in sorted(found, key=lambda each: each[0])]
 
 
-def _start(replica: int, record: IncarnationRecord, began: float, failed: float | None) -> IncarnationStart:
+def parts_of(record: IncarnationRecord) -> dict[str, float]:
+    """Return how long those `PARTS` of a start took that are known."""
     parts = {}
     for name, (begins, end) in PARTS.items():
         begin = next((t for t in (getattr(record, stage) for stage in begins) if t is not None), None)
         over = getattr(record, end)
         if begin is not None and over is not None:
             parts[name] = max(0.0, over - begin)
+    return parts
+
+
+def _start(replica: int, record: IncarnationRecord, began: float, failed: float | None) -> IncarnationStart:
+    parts = parts_of(record)
     down = None if failed is None else max(0.0, began - failed)
     since = began if failed is None else failed
     back = None if record.committed is None else max(0.0, record.committed - since)

@@ -4,8 +4,6 @@
 share of the replicas that contribute. A `System` says how long each phase of a recovery takes and who waits;
 the systems of the papers are settings of it. A `Hazard` says when failures come and what they take. The seconds of
 all causes and those that trained add up to the wall time. The same seed gives the same result.
-
-It knows no single batch and no network: a phase lasts as long as its samples, whatever else happens.
 """
 
 from __future__ import annotations
@@ -13,11 +11,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate
-from statistics import NormalDist, fmean, median
+from statistics import fmean, median
 from typing import Literal
 
 from ft_hsdp.analysis.costs import Reading
@@ -28,28 +26,10 @@ SCOPES: tuple[Scope, ...] = ("process", "host", "rack", "zone")
 STEP = 1e-9  # parts of a step that are nothing but rounding
 
 
-@dataclass(frozen=True, slots=True)
-class Duration:
-    """How long something takes, in seconds: any of the samples, or lognormally round their median."""
+Samples = tuple[float, ...]
+"""Seconds that something takes: any of these."""
 
-    samples: tuple[float, ...] = (0.0,)
-    sigma: float = 0.0  # standard deviation of the logarithm; 0: one of the samples
-
-    @property
-    def mean(self) -> float:
-        return median(self.samples) * math.exp(self.sigma**2 / 2) if self.sigma else fmean(self.samples)
-
-    def at(self, part: float) -> float:
-        """Return the value below which ``part`` of all values lie; 0 < part < 1."""
-        if self.sigma:
-            return median(self.samples) * math.exp(self.sigma * NormalDist().inv_cdf(part))
-        return self.samples[int(part * len(self.samples))]
-
-    def times(self, factor: float) -> Duration:
-        return Duration(tuple(factor * each for each in self.samples), self.sigma)
-
-
-Phases = Mapping[str, Duration]
+Phases = Mapping[str, Samples]
 """What follows one another, by name. Names of phases in which all stand still are causes of lost time."""
 
 
@@ -67,7 +47,7 @@ class System:
     """How a job recovers."""
 
     replicas: int = 1  # that go on without each other
-    step_s: Duration = Duration((1.0,))  # the mean is the pace, the median what a step is worth
+    step_s: Samples = (1.0,)  # the mean is the pace, the median what a step is worth
     stall: Phases = field(default_factory=dict)  # the others stand still after a loss
     silent: Phases = field(default_factory=dict)  # the same if a host is gone: no connection tells; {}: `stall`
     again: bool = False  # whether they train the step again that was hit
@@ -75,13 +55,11 @@ class System:
     swap: Phases = field(default_factory=dict)  # the same while there is a spare
     join: Phases = field(default_factory=dict)  # all stand still while it joins
     restart: Phases = field(default_factory=dict)  # all stand still if no replica is left, and start again
-    replace_s: Duration = Duration()  # until there is another host, or another spare
+    replace_s: Samples = (0.0,)  # until there is another host, or another spare
     spares: int = 0  # replicas that can be replaced at once
     narrow: float = 0.0  # part of its work that a replica does without its lost host; 0: it waits for another
     patience_s: float = 0.0  # for which it waits before that
-    kept: frozenset[str] = (
-        frozenset()
-    )  # scopes whose failures leave the newest state of the last replica in memory
+    kept: frozenset[str] = frozenset()  # scopes whose failures leave the last replica's state in memory
     memory: Tier = Tier()
     disk: Tier = Tier(100)
     per_rack: int = 1  # replicas with hosts in one rack
@@ -99,10 +77,9 @@ class Hit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hazard:
-    """When failures come, and what each takes."""
+    """When failures come, at random, and what each takes."""
 
     every_s: float = math.inf  # mean time between two of the whole job
-    regular: bool = False  # each after the same time, not at random
     reading: Reading = "wall_clock"  # of `every_s`, as in `costs.effective_ratio`
     mix: Mapping[str, float] = field(default_factory=lambda: {"process": 1.0})  # weight of each scope
     hits: tuple[Hit, ...] = ()  # these failures alone, by time
@@ -116,8 +93,7 @@ class Outcome:
     useful_s: float  # each step once
     lost_s: Mapping[str, float]  # by cause; with `useful_s` it is `wall_s`
     failures: int
-    restarts: int  # of all replicas
-    fallbacks: int  # of them from the disk
+    fallbacks: int  # of the whole job to the disk
 
     @property
     def with_replay(self) -> float:
@@ -138,68 +114,63 @@ def simulate(system: System, hazard: Hazard, wall_s: float, seed: int = 0) -> Ou
 class _Job:
     def __init__(self, system: System, hazard: Hazard, seed: int) -> None:
         self.system, self.hazard = system, hazard
-        self.usual_s = median(system.step_s.samples)
-        self.now = self.done = self.worth = 0.0  # steps, and the sum of their shares
+        self.usual_s, self.mean_s = median(system.step_s), fmean(system.step_s)
+        self.pace_s = self.mean_s + system.disk.wait_s / system.disk.every
+        self.now = self.done = self.worth = 0.0  # seconds, steps, and the sum of their shares
         self.highest = 0.0  # `done` before the newest fall-back
         self.up = [1.0] * system.replicas  # part of its work that each replica does
-        self.stall: deque[tuple[str, float]] = deque()  # phases in which all stand still
+        self.stall: deque[tuple[str, float]] = deque()  # phases in which all stand still, and when each ends
         self.lost: defaultdict[str, float] = defaultdict(float)
-        self.failures = self.restarts = self.fallbacks = 0
+        self.failures = self.fallbacks = 0
         self._spares = system.spares
         self._lives = [0] * system.replicas  # the events of earlier lives are void
-        self._due: list[tuple[float, int, str, int, int, float]] = []  # time, number, what, replica, life, width
-        self._count = 0
+        self._due: list[tuple[float, str, int, int, float]] = []  # time, what, replica, life, width
         self._past = [(0.0, 0.0, 0.0)]  # now, done and worth after each event; all of them only grow
-        self._random = stream(seed, "model")
+        self._random = {use: stream(seed, "model", use) for use in ("failures", "phases")}
         self._hits = iter(hazard.hits)
         self._hit: Hit | None = None  # the next failure
         self._failed = 0.0  # when the last one was
 
     def run(self, wall_s: float) -> Outcome:
-        while self.now < wall_s:
+        while True:
             self._hit = self._hit or self._next()
             due = self._due[0][0] if self._due else math.inf
             fails = self._hit.t if self._hit else math.inf
             self._advance(max(self.now, min(wall_s, due, fails)))
             if self.now >= wall_s:
-                break
+                lost = {cause: seconds for cause, seconds in self.lost.items() if seconds}
+                return Outcome(wall_s, self.worth * self.usual_s, lost, self.failures, self.fallbacks)
             if self._hit is None or due <= fails:
-                self._happens(*heappop(self._due)[2:])
+                self._happens(*heappop(self._due)[1:])
             else:
                 self._fail(self._hit)
                 self._failed, self._hit = self.now, None
-        lost = {cause: seconds for cause, seconds in self.lost.items() if seconds}
-        useful = self.worth * self.usual_s
-        return Outcome(wall_s, useful, lost, self.failures, self.restarts, self.fallbacks)
 
-    def _part(self) -> float:
-        """Return a random number between 0 and 1, without both."""
-        self._random += 0x9E3779B97F4A7C15
-        return ((mix64(self._random % 2**64) >> 12) + 0.5) / 2**52
+    def _part(self, use: str) -> float:
+        """Return a random number between 0 and 1, without both. Failures do not depend on how long phases last."""
+        self._random[use] += 0x9E3779B97F4A7C15
+        return ((mix64(self._random[use] % 2**64) >> 12) + 0.5) / 2**52
+
+    def _any(self, samples: Samples) -> float:
+        return samples[int(self._part("phases") * len(samples))]
 
     def _draw(self, phases: Phases) -> list[tuple[str, float]]:
-        return [(name, spread.at(self._part())) for name, spread in phases.items()]
+        return [(name, self._any(samples)) for name, samples in phases.items()]
 
-    def _length(self, phases: Phases) -> float:
-        return sum(seconds for _, seconds in self._draw(phases))
-
-    @property
-    def _pace(self) -> float:
-        disk = self.system.disk
-        return self.system.step_s.mean + disk.wait_s / disk.every
+    def _after(self, phases: Phases) -> float:
+        return self.now + sum(seconds for _, seconds in self._draw(phases))
 
     def _advance(self, until: float) -> None:
         """Let time pass: what is left of the phases in which all stand still, then steps."""
         while self.stall and self.now < until:
-            name, left = self.stall.popleft()
-            took = min(left, until - self.now)
-            if took < left:
-                self.stall.appendleft((name, left - took))
-            self.lost[name] += took
-            self.now = until if took < left else self.now + took
-        steps, share = max(0.0, until - self.now) / self._pace, sum(self.up) / len(self.up)
-        self.lost["checkpoint"] += steps * (self._pace - self.system.step_s.mean)
-        self.lost["other"] += steps * (self.system.step_s.mean - self.usual_s)
+            name, end = self.stall[0]
+            self.lost[name] += min(end, until) - self.now
+            self.now = min(end, until)
+            if end <= until:
+                self.stall.popleft()
+        steps, share = max(0.0, until - self.now) / self.pace_s, sum(self.up) / len(self.up)
+        self.lost["checkpoint"] += steps * (self.pace_s - self.mean_s)
+        self.lost["other"] += steps * (self.mean_s - self.usual_s)
         self.lost["missing"] += steps * self.usual_s * (1 - share)
         self.done, self.worth, self.now = self.done + steps, self.worth + steps * share, until
         self._past.append((self.now, self.done, self.worth))
@@ -212,27 +183,28 @@ class _Job:
         if hazard.reading == "renewal":
             if min(self.up) < 1:
                 return None
-            begin = self.now + sum(left for _, left in self.stall)
-            begin += max(0.0, self.highest - self.done) * self._pace
-        gap = hazard.every_s * (1.0 if hazard.regular else -math.log(self._part()))
+            begin = self._still_until + max(0.0, self.highest - self.done) * self.pace_s
         weights = [*accumulate(hazard.mix.get(scope, 0.0) for scope in SCOPES)]
-        return Hit(begin + gap, None, SCOPES[bisect_left(weights, self._part() * weights[-1])])
+        scope = SCOPES[bisect_left(weights, self._part("failures") * weights[-1])]
+        return Hit(begin - hazard.every_s * math.log(self._part("failures")), None, scope)
 
     def _fail(self, hit: Hit) -> None:
         system, replicas = self.system, self.system.replicas
         self.failures += 1
-        victim = int(self._part() * replicas) if hit.replica is None else hit.replica
+        victim = int(self._part("failures") * replicas) if hit.replica is None else hit.replica
         size = {"rack": system.per_rack, "zone": system.per_zone}.get(hit.scope, 1)
-        victims = range(victim // size * size, min(replicas, (victim // size + 1) * size))
-        noticed = any(self.up[each] for each in victims)
+        first = victim // size * size
+        victims = range(first, min(replicas, first + size))
+        noticed = any(self.up[first : first + size])
         for each in victims:
             self.up[each] = 0.0
             self._lives[each] += 1
-            if replicas > len(victims):
-                self._return(each, hit.scope)
         if not any(self.up):
             self._restart(hit.scope)
-        elif noticed:
+            return
+        for each in victims:
+            self._return(each, hit.scope)
+        if noticed:
             if system.again:
                 self._fall_back(Tier())
             silent = hit.scope != "process" and system.silent
@@ -242,55 +214,60 @@ class _Job:
         """Have a lost replica come back."""
         system = self.system
         if self._takes_spare():
-            self._push(self.now + self._length(system.swap), "join", replica)
+            self._push(self._after(system.swap), "join", replica)
             return
-        wait = 0.0 if scope == "process" else system.replace_s.at(self._part())
+        wait = 0.0 if scope == "process" else self._any(system.replace_s)
+        there = self._after(system.back)
         if system.narrow and wait > system.patience_s:
-            there = self.now + system.patience_s + self._length(system.back)
+            there += system.patience_s
             self._push(there, "join", replica, system.narrow)
             self._push(max(there, self.now + wait), "widen", replica)
         else:
-            self._push(self.now + wait + self._length(system.back), "join", replica)
+            self._push(there + wait, "join", replica)
 
     def _takes_spare(self) -> bool:
-        if not self._spares:
-            return False
-        self._spares -= 1
-        self._push(self.now + self.system.replace_s.at(self._part()), "spare")
-        return True
+        if self._spares:
+            self._spares -= 1
+            self._push(self.now + self._any(self.system.replace_s), "spare")
+            return True
+        return False
 
     def _push(self, t: float, what: str, replica: int = 0, width: float = 1.0) -> None:
-        self._count += 1
-        heappush(self._due, (t, self._count, what, replica, self._lives[replica], width))
+        heappush(self._due, (t, what, replica, self._lives[replica], width))
 
     def _happens(self, what: str, replica: int, life: int, width: float) -> None:
         if what == "spare":
             self._spares += 1
-        elif life == self._lives[replica]:
-            self.up[replica] = width if what == "join" else 0.0
-            if what == "join":
-                self._stand_still(self._draw(self.system.join))
-            else:
-                self._push(self.now + self._length(self.system.back), "join", replica)
+        elif life != self._lives[replica]:
+            pass
+        elif what == "join":
+            self.up[replica] = width
+            self._stand_still(self._draw(self.system.join))
+        else:
+            self.up[replica] = 0.0
+            self._push(self._after(self.system.back), "join", replica)
 
     def _restart(self, scope: Scope) -> None:
         """Have all replicas start again together, from memory or from the disk."""
         system, kept = self.system, scope in self.system.kept
-        self.restarts += 1
         self.fallbacks += not kept
         self._fall_back(system.memory if kept else system.disk)
         phases = self._draw(system.restart)
         if scope != "process" and not self._takes_spare():
-            phases.insert(0, ("replace", system.replace_s.at(self._part())))
+            phases.insert(0, ("replace", self._any(system.replace_s)))
         self._stand_still(phases)
         self.up = [1.0] * system.replicas
         self._lives = [life + 1 for life in self._lives]
 
-    def _stand_still(self, phases: Iterable[tuple[str, float]]) -> None:
+    def _stand_still(self, phases: Sequence[tuple[str, float]]) -> None:
         """Have all stand still for these phases; what began before and ends earlier is done again."""
-        new = deque((name, seconds) for name, seconds in phases if seconds > 0)
-        if sum(seconds for _, seconds in new) > sum(left for _, left in self.stall):
-            self.stall = new
+        ends = [*accumulate((seconds for _, seconds in phases), initial=self.now)]
+        if ends[-1] > self._still_until:
+            self.stall = deque(zip((name for name, _ in phases), ends[1:], strict=True))
+
+    @property
+    def _still_until(self) -> float:
+        return self.stall[-1][1] if self.stall else self.now
 
     def _fall_back(self, tier: Tier) -> None:
         """Go back to the newest state of a tier; what it does not have is trained again."""

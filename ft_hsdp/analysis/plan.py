@@ -2,6 +2,7 @@
 
 Nothing is started and no host is asked. Hosts are named as `up` names emulated ones: r0h1 is host 1 of replica 0,
 s0 a spare one. What the configuration does not say is assumed; each assumption is an option, and is printed.
+Failures of hosts are taken as independent, and as rare beside the time until a host is replaced.
 """
 
 from __future__ import annotations
@@ -12,13 +13,22 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
-from ft_hsdp.analysis.costs import Assumptions, option, replicated_ratio
+from ft_hsdp.analysis.costs import (
+    Assumptions,
+    Reading,
+    effective_ratio,
+    option,
+    replicated_ratio,
+    restart_cost,
+    swap_cost,
+    wasted_time,
+)
 from ft_hsdp.analysis.fewer_ranks import fewer_ranks, tensors
 from ft_hsdp.analysis.plan_table import Document, size_of
-from ft_hsdp.analysis.reliability import DAY_S, MONTH_DAYS, worth
+from ft_hsdp.analysis.survival import expected_losses, probability, survivable
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.memory.copies import SLOTS, MemberHosts, Plan, default_copies, missing_copies, room, unmet
-from ft_hsdp.memory.hosts import Host, Level, known, locate
+from ft_hsdp.memory.hosts import LEVELS, Host, Level, known, locate
 
 if TYPE_CHECKING:
     from ft_hsdp.config import Config
@@ -27,6 +37,10 @@ STATE_BYTES = 12  # of a parameter: fp32 weight and AdamW's two moments
 MAX_HOSTS = 16_384  # of all replicas; the exact figures of so many take some seconds
 BOUNDS = {"_per_month": (1e-9, 1e5), "_gbps": (1e-6, 1e6), "_s": (1e-6, 1e9)}  # of assumptions, by their units
 GIGABIT = 1e9 / 8
+DAY_S = 86_400.0
+MONTH_DAYS = 30.0
+MOST_LOST = 8
+READINGS: tuple[Reading, Reading] = ("wall_clock", "renewal")
 
 
 def plan(
@@ -192,3 +206,81 @@ def parameters(config: Config) -> int:
     layers = config.model.layers
     shapes = {name: shape for name, (shape, _) in tensors(config).items()}
     return sum(prod(shape) * (layers if name.startswith("layers.") else 1) for name, shape in shapes.items())
+
+
+def worth(
+    holders: Sequence[Sequence[Host]],
+    replicas: int,
+    assumptions: Assumptions,
+    every: int,
+    in_memory: tuple[float, float],
+    stored: tuple[float, float],
+    checkpoint_every: int,
+) -> Document:
+    """Return what one way of keeping states is worth: `with_copies` or `replicas_alone` of `plan --json`.
+
+    Args:
+        holders: the hosts that hold each rank's shard.
+        replicas: that go on if one is lost.
+        every: steps between two states of which copies are made.
+        in_memory: seconds between two such states, and in which a host reads its part of one.
+        stored: seconds between two checkpoints, and in which one is written or read.
+        checkpoint_every: steps between two checkpoints.
+    """
+    sets = {frozenset(host.name for host in each) for each in holders}
+    hosts = len(frozenset().union(*sets))
+    ways = survivable(sets)
+    survives = {
+        lost: None if ways is None else probability(ways, lost) for lost in range(1, min(MOST_LOST, hosts) + 1)
+    }
+    per_second = assumptions.host_failures_per_month / MONTH_DAYS / DAY_S  # of one host
+    losses = sum(loss_rate(1, len(each), per_second, assumptions.replace_s) for each in sets)
+    part = min(1.0, losses / (hosts * per_second)) if per_second else 0.0  # of the failures take a state with them
+    lost_s = (1 - part) * swap_cost(assumptions.swap_s, assumptions.step_s, (1 + every) / 2) / replicas
+    if part:
+        lost_s += part * restart_cost(assumptions.restart_s, assumptions.step_s, checkpoint_every)
+    clock, renewal = (
+        effective_ratio(1 / (hosts * per_second), lost_s, reading) if per_second else 1.0 for reading in READINGS
+    )
+    # GEMINI's equation 1: copies are made beside training, so only half an interval and the reading are wasted.
+    wasted = wasted_time(0.0, *in_memory) if survives.get(1) == 1 else wasted_time(stored[1], *stored)
+    return {
+        "lost_hosts": [
+            {
+                "lost": lost,
+                "survives": None if kept is None else float(kept),
+                "state_lost": None if kept is None else float(1 - kept),
+            }
+            for lost, kept in survives.items()
+        ],
+        "lost_domains": {level: _domains(holders, level) for level in LEVELS[1:]},
+        "hosts_until_loss": None if ways is None else expected_losses(ways),  # lost one by one, none replaced
+        "losses_per_month": losses * DAY_S * MONTH_DAYS,
+        "failure_costs_s": lost_s,  # of the whole job; the other replicas go on
+        "wasted_s": wasted,
+        "effective_ratio": clock,
+        "effective_ratio_renewal": renewal,
+    }
+
+
+def loss_rate(groups: int, copies: int, failures: float, repair: float) -> float:
+    """Return how often a shard is lost, per unit of time, if failures are independent and rare.
+
+    Each of `groups` sets of `copies` members loses its last member while all others are being replaced.
+
+    Args:
+        groups: number of sets. A shard of N replicas of H hosts: H sets of N hosts.
+        copies: members of a set.
+        failures: losses of one member per unit of time.
+        repair: units of time until a lost member is replaced and has its copies again. Where failures are not rare
+            beside that, each of the others counts as being replaced always.
+    """
+    replaced = min(1.0, failures * repair)  # the probability that another member is being replaced
+    return groups * copies * failures * replaced ** (copies - 1)
+
+
+def _domains(holders: Sequence[Sequence[Host]], level: Level) -> Document:
+    """Return how many racks or zones hold all copies of a shard, and how many are known."""
+    kept_in = [{host.domain(level) for host in each} for each in holders]
+    known = {domain for each in kept_in for domain in each if domain[0] == level}
+    return {"fatal": len({next(iter(each)) for each in kept_in if len(each) == 1} & known), "known": len(known)}

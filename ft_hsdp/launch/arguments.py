@@ -176,6 +176,11 @@ def build_parser() -> argparse.ArgumentParser:
     diagnose.add_argument("name", metavar="RUN", nargs="?", help=about)
     diagnose.add_argument("--dump", metavar="FILE", type=Path, help="write what the ranks told into a file")
     with_runs(with_json(add("explain", "what happened in a run, and why")), a_run)
+    goodput = with_runs(with_json(add("goodput", "how much of the time trains: predicted, and measured in a run")))
+    goodput.add_argument("config", metavar="CONFIG|RUN", type=Path, nargs="?", help="a YAML file, or a run")
+    goodput.add_argument("--phases", metavar="FILE", type=Path, help="`goodput RUN --json` of another run")
+    goodput.add_argument("--plot", metavar="FILE", type=Path, help="draw what a restart is made of: SVG, PNG, ...")
+    goodput.epilog = OVERRIDES
     with_runs(with_json(add("verify", "a finished run: does the protocol allow what it logged")), a_run)
     locate = with_runs(with_json(add("locate", "the rank and host that held an element of a parameter")), a_run)
     locate.add_argument("--parameter", metavar="NAME", required=True, help="as in the model's state_dict")

@@ -32,7 +32,7 @@ _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")  # an override without its tw
 INTERRUPTED = 130  # exit code after Ctrl-C
 JOBS = ("up", "lighthouse", "replica", "host", "submit")  # commands that run a job, or a part of one
 # Commands that read what a run has logged.
-READING = ("status", "diagnose", "explain", "verify", "locate", "trace", "replay")
+READING = ("status", "diagnose", "explain", "goodput", "verify", "locate", "trace", "replay")
 EXAMPLES = Path(__file__).parents[1] / "configs"
 RAY = "another one, or this one once Ray is installed: pip install 'ft_hsdp[ray]'"
 BREACH = 1  # exit code of `verify` for a run that breaks the protocol
@@ -370,6 +370,24 @@ def _explain(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _goodput(args: argparse.Namespace) -> int:
+    from ft_hsdp.launch.run.goodput import draw, goodput, lines
+
+    named = args.run = args.config
+    if named is not None and named.is_file():
+        subject: Any = _config(args)
+    elif args.overrides:
+        raise ConfigError("CONFIG", str(named), "the file of a job, where keys of it are given")
+    else:
+        subject = named and find_run(args.runs_dir, str(named))
+    document = goodput(subject, args.phases)
+    if args.plot is not None:
+        with _needs("matplotlib", "--plot", str(args.plot), "none here: the module matplotlib draws it"):
+            draw(document, args.plot)
+    _show(args, document, lambda: [*lines(document)])
+    return EXIT_OK
+
+
 def _verify(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.run.verify import verify
 
@@ -464,6 +482,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "replay": _replay,
     "diagnose": _diagnose,
     "explain": _explain,
+    "goodput": _goodput,
     "verify": _verify,
     "locate": _locate,
     "trace": _trace,

@@ -25,7 +25,7 @@ export function Effective() {
   const parts = [["useful", useful], ...causes];
   return html`
     <section class="panel effective" aria-labelledby="effective">
-      <header><h2 id="effective">Effective training time</h2><span class="quiet num">of ${span(wall)}</span></header>
+      <header><h2 id="effective">Effective training time</h2><span class="quiet num" title="what a model of the job makes of its failures and of the usual cost of each; compare it with replay">of ${span(wall)}${effective.predicted === null ? "" : `; predicted ${percent(effective.predicted, 2)}`}</span></header>
       <dl class="shares">
         <div title="share of the time since the job began that trained the model; a step that was done twice counts twice"><dt>wall clock</dt><dd class="num big">${percent(effective.wall_clock, 2)}</dd></div>
         <div title="share of the time that failures alone left: t / (t + lost), where t is the time that trained"><dt>renewal</dt><dd class="num">${effective.renewal === null ? "–" : percent(effective.renewal, 2)}</dd></div>

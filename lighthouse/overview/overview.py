@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from ft_hsdp.analysis.failures import Failure, Failures
 from ft_hsdp.analysis.goodput import Goodput
+from ft_hsdp.analysis.job_model import Outcome
+from ft_hsdp.analysis.prediction import of_run, settings
 from ft_hsdp.event_table import fault, is_over
 from lighthouse.overview.replicas import Lane, Lanes
 from lighthouse.overview.series import LoggedCurves, Series
@@ -24,6 +26,7 @@ MAX_OUTAGES = 256
 SHOWN_EPOCHS = 1000  # newest epochs in one answer
 SHOWN_FAILURES = 200  # newest failures in one answer
 SPEED = 20  # commits over which the speed is measured
+PREDICT = 100  # commits after which a prediction is made again
 
 Kind = Literal["event", "commit", "logged"]
 Row = dict[str, Any]
@@ -117,6 +120,7 @@ class Overview:
         self.goodput = Goodput()
         self.series = Series()
         self.logged = LoggedCurves()
+        self._predicted: tuple[object, float | None] = None, None
         self._head: Mapping[str, Any] | None = None
         self._recent: deque[tuple[float, float]] = deque(maxlen=SPEED)  # t and tokens of the newest commits
         self.lanes = Lanes(about.slots, about.ranks, about.slots if about.replicas is None else about.replicas)
@@ -172,7 +176,7 @@ class Overview:
                 "outages": [out for out in self.outages if out[1] >= start and out[0] <= end],
             },
             "head": self.head(),
-            "effective": self.goodput.effective(),
+            "effective": self.effective(),
             "replicas": states(self.lanes.shown()),
             "lanes": self.segments(start, end, (end - start) / (2 * points)),
             "epochs": self.epochs(start, end),
@@ -180,6 +184,26 @@ class Overview:
             "series": self.series.between(start, end, points),
             "logged": self.logged.between(start, end, points),
         }
+
+    def effective(self) -> Json:
+        """Return "effective" of the answer: measured, and what a model of the job makes of the same failures."""
+        found, key = self.goodput.effective(), (len(self.failures.all), self.goodput.commits // PREDICT)
+        if self.goodput.commits and self._predicted[0] != key:
+            outcome = self.predict(settings(self.goodput, self.failures))
+            self._predicted = key, min(1.0, outcome.useful_s / max(found["wall_s"], 1e-9))
+        return found | {"predicted": self._predicted[1]}
+
+    def predict(self, row: Json) -> Outcome:
+        """Return what the model makes of the run, with the phases in a row of settings."""
+        return of_run(self.goodput, self.failures, self.settings, row)
+
+    @property
+    def settings(self) -> Json:
+        """Return the settings of a model that the configuration gives."""
+        about = self.about
+        spares = int(about.config.get("spares") or 0) // about.ranks  # type: ignore[call-overload]
+        every = about.config.get("checkpoint.every") or about.steps + 1
+        return {"replicas": about.replicas or about.slots, "spares": spares, "disk": {"every": every}}
 
     def _event(self, row: Mapping[str, Any]) -> None:
         name, t = row["event"], row["t"]

@@ -3,7 +3,7 @@
 import pytest
 
 from ft_hsdp.analysis.costs import effective_ratio, replicated_ratio, restart_cost, swap_cost, wasted_time
-from ft_hsdp.analysis.reliability import loss_rate
+from ft_hsdp.analysis.plan import loss_rate
 
 
 def test_gemini_wasted_time() -> None:

@@ -40,6 +40,27 @@ def wall_s(rows):
     return rows[-1]["t"] - rows[0]["t"] + rows[0]["step_s"]
 
 
+def test_lost_time_in_the_words_of_ml_goodput():
+    """One of four is away for 4 of 10 steps of a second; the ring is built again before the first, in 1.5 s."""
+    rows = [commit(n, n) for n in range(1, 5)]
+    rows += [ev(4.1, "ProcessExited"), ev(4.2, "EpochGranted"), ev(5.7, "RingConnected")]
+    rows += [commit(n + 1.6, n, (0, 1, 2) if n < 9 else (0, 1, 2, 3)) for n in range(5, 11)]
+    found = fold([*rows[:-1], rows[-1] | {"step_s": 1.25}]).effective()
+    assert found["badput_s"] == {
+        "PROGRAM_STARTUP": 0,
+        "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION": 0,
+        "ELASTIC_SLICE_DOWN": pytest.approx(0.1),
+        "ELASTIC_REINITIALIZATION": pytest.approx(1.5),
+        "UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME": 0,
+        "WASTED_PROGRESS_FROM_DISRUPTION": 0,
+        "CUSTOM_BADPUT_EVENTS": 0,
+        "OTHER": pytest.approx(0),
+    }
+    assert found["slice_efficiency"] == pytest.approx(1 - 0.25 * (2.6 + 3) / 10.6)
+    assert found["step_deviation_s"] == pytest.approx(0.25)
+    assert sum(found["badput_s"].values()) + found["lost_s"]["missing"] == pytest.approx(11.6 - found["useful_s"])
+
+
 def test_missing_never_falls_while_a_run_goes_on():
     """Steps get shorter, so the usual step does: what fewer contributors have cost stays what it was."""
     goodput, seen = Goodput(), 0.0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.analysis.reliability import loss_rate
+from ft_hsdp.analysis.plan import loss_rate
 from ft_hsdp.analysis.survival import expected_losses, probability, survivable
 from ft_hsdp.memory.placement import holders, place
 

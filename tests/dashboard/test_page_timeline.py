@@ -97,6 +97,8 @@ def test_lanes_recovery_and_effective_time_show_the_overview(page):
     assert True in known, "injected failures have a time of detection"
     assert ("detect" in names) is known[-1], "what was not measured is not shown"
     lost = state(page, "s.overview.effective.lost_s")
+    ratio = f"{100 * state(page, 's.overview.effective.predicted'):.2f}"
+    assert ratio in page.locator(".effective header").inner_text()
     rows = page.locator(".causes tbody th").all_inner_texts()
     assert rows[0] == "useful"
     assert set(rows[1:]) == {cause for cause, seconds in lost.items() if seconds > 0}

@@ -14,6 +14,7 @@ Read the modules in this order:
     verify     `verify`: checks that the logs are a history that the protocol allows
     replay     `replay`: the ranks of one replica train the committed steps again, and every bit is compared
     locate     `locate`: which rank, host and process held an element of a parameter
+    goodput    `goodput`: the effective training time, predicted and measured
     trace      `trace`: a file for ui.perfetto.dev
     page       `replay --page`: the lighthouse's page for a finished run
     status     `status`: the state of a running job

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from ft_hsdp.config import load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import Row, RunDir
-from ft_hsdp.launch.run.recorder import commits_of, events_of, logged_of
+from ft_hsdp.launch.run.recorder import done_by, events_of, logged_of
 from lighthouse.http.access import Keys, page_link
 from lighthouse.http.journal_routes import views
 from lighthouse.journal import row_checks
@@ -59,7 +59,7 @@ def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) 
 
 
 def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
-    """Return a run's events and canonical commits by time, in memory, and what is known of its job.
+    """Return a run's events and commits by time, in memory, and what is known of its job.
 
     Raises:
         ConfigError: There are none.
@@ -68,7 +68,7 @@ def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
     rows: list[tuple[float, str, Row]] = [
         (row["t"], "event", row_checks.plain({"source": "replica", "reason": "", **row})) for row in events_of(run)
     ]
-    rows += [(row["t"], "commit", row_checks.commit(row, job_info, row["t"])) for row in commits_of(run)]
+    rows += [(row["t"], "commit", row_checks.commit(row, job_info, row["t"])) for row in done_by(run)]
     rows += [(row["t"], "logged", row_checks.logged(row, job_info, row["t"])) for row in logged_of(run)]
     if not rows:
         raise ConfigError("RUN", run.name, "a run that has recorded something")

@@ -66,6 +66,14 @@ def commits_of(run: RunDir) -> list[Row]:
     return canonical((read_jsonl(run.commits(n)) for n in run.replicas()), finals_of(run).values())
 
 
+def done_by(run: RunDir) -> list[Row]:
+    """Return what a run has committed, by time; each commit once, and also what it undid later."""
+    rows = [row for n in run.replicas() for row in read_jsonl(run.commits(n)) if counted(row)]
+    rows.sort(key=lambda row: (row["role"] != "contribute", row["t"]))
+    first = {row["lineage"]: row for row in reversed(rows)}  # of a contributor, if one logged it
+    return sorted(first.values(), key=lambda row: float(row["t"]))
+
+
 def logged_of(run: RunDir) -> list[Row]:
     """Return the values that the loops of a run have logged, by time; those of evaluations once."""
     rows, shared = chain.from_iterable(read_jsonl(run.logged(n)) for n in run.replicas()), SharedValues()

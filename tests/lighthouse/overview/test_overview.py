@@ -46,6 +46,19 @@ def grant(t, epoch, roles):
     return ev(t, "EpochGranted", epoch=epoch, members=members, roles=told, term=5, step=1)
 
 
+def test_what_the_model_makes_of_the_failures_so_far():
+    assert fold([ev(0, "ReplicaStarted", 0)]).effective()["predicted"] is None
+    rows = [commit(n, n) for n in range(1, 10)]
+    calm = fold(rows).effective()
+    assert calm["predicted"] == pytest.approx(calm["with_replay"]) == pytest.approx(1)
+    rows += [ev(9.1, "ReplicaExited", 1, kind="SIGKILL"), grant(9.2, 2, {0: "contribute", 2: "contribute"})]
+    rows += [commit(10.5 + n, 10 + n, 2, (0, 2)) for n in range(9)]
+    rows += [ev(12.5, "ReplicaStarted", 1, incarnation="1-a-1"), commit(19.5, 19, 3)]
+    hurt = fold(sorted(rows, key=lambda row: row["t"])).effective()
+    assert hurt["with_replay"] == pytest.approx((19 - 9 / 3) / 19.5)
+    assert hurt["predicted"] == pytest.approx(hurt["with_replay"], abs=0.01)
+
+
 def test_the_newest_plan_says_who_keeps_the_shards_of_a_replica_until_it_is_gone():
     plan = ev(2, "CopiesPlanned", 0, hosts=2, keeps={"h1": "0-1", "h2": "3"})
     many = ev(3, "CopiesPlanned", 0, hosts=90, keeps={f"h{i}": "0" for i in range(90)})
