@@ -55,6 +55,7 @@ PLACES = {
     "live-flip": "a bit of the state flips after its snapshot was taken",
     "snapshot-flip": "a bit of a complete snapshot flips",
     "snapshot-out": "there is no memory for a snapshot: it is left out",
+    "check-flip": "a bit of a product flips, of which hosts.check knows what it should be",
     "copy-out": "there is no memory for a copy of another host's shard: it is refused",
     "record-lost": "the ring broke in doubt: the record is forgotten, as a loss of memory would",
 }

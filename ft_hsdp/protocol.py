@@ -75,6 +75,7 @@ class ProcessReport:
     host: HostReport | None = None  # nothing else is in the report then
     # With `host`, until the first answer: as `QuorumRequest.rules`.
     rules: Facts = field(default_factory=dict)
+    unfit: Text = ""  # what `hosts.check` has found: the host is refused
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,9 +253,10 @@ class Service:
             StoreFailed: nothing was noted.
         """
         assert report.host is not None
-        if line := validation.other_rules(self._agreed, report.rules):
-            self._note("AskRefused", line, {"host": Host.parse(report.host.path).name})
-            return SupervisorReply(0, False, refused=line, wrong=True)
+        rules = validation.other_rules(self._agreed, report.rules)
+        if line := rules or report.unfit:
+            self._note("AskRefused", line, {"host": report.host.path.rpartition("/")[2][: protocol.MAX_TEXT]})
+            return SupervisorReply(0, False, refused=line, wrong=bool(rules))
         validation.check_host(self.state, report.host, peer, self._allow)
         reply = self.processes(report)
         late = asyncio.get_running_loop().time() + self.state.policy.evict_s / 3

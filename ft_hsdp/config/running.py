@@ -155,6 +155,9 @@ class HostsConfig(Section):
         description="spare emulated hosts, s0 and so on, under `up`: one takes the place of a host that is lost; "
         "needs hosts.per_replica",
     )
+    check: Seconds = Field(
+        0.0, description="seconds in which a machine tries its parts before it joins, or is refused; 0: none"
+    )
     labels: dict[str, Domains] = Field(
         {},
         description='where hosts stand: a pattern of names, such as node[0-9]*, and "zone/rack", "rack" or '

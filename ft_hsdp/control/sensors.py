@@ -25,7 +25,6 @@ from ft_hsdp.mounts import existing
 EVERY_S = 15.0
 KEPT_S = 40.0  # a value that is older is not told
 REPEAT_S = 3.0  # for so long new values are told: a sign of life may be lost
-ERRORS = 100  # of a GPU that are read at once
 # Of these a sensor returns how much there was altogether; what is told is how much there was in a second.
 RATES = ("rank_cpu_ratio", "host_received_bytes_per_second", "host_sent_bytes_per_second")
 
@@ -73,14 +72,12 @@ class Sensors:
             self._over.wait(self._every_s)
 
 
-def of_rank(gpu: str, folders: Mapping[str, Path] | None) -> list[Sensor]:
-    """Return the sensors of a rank, those of its host included if it tells of these folders' free room.
-
-    ``gpu`` is the PCI address of its GPU; "": it has none.
-    """
+def of_rank(gpu: str, folders: Mapping[str, Path | str | None] | None) -> list[Sensor]:
+    """Return the sensors of a rank, its GPU at a PCI address ("": none), and its host, with room in folders."""
     found: list[Sensor] = [_used]
     if folders is not None:
-        found = [lambda: {**_used(), **_host()}, *(partial(_room, *about) for about in folders.items())]
+        rooms = [partial(_room, name, Path(folder)) for name, folder in folders.items() if folder]
+        found = [lambda: {**_used(), **_host()}, *rooms]
     if gpu and importlib.util.find_spec("pynvml") is not None:
         found.append(partial(next, _gpu(gpu)))
     return found
@@ -126,6 +123,6 @@ def _gpu(address: str) -> Iterator[dict[str, float]]:
             with contextlib.suppress(nvml.NVMLError):
                 found[name] = read()
         with contextlib.suppress(nvml.NVMLError):  # there is no other one
-            for _ in range(ERRORS):
+            for _ in range(100):
                 xid = nvml.nvmlEventSetWait_v2(errors, 0).eventData
         yield {**found, "gpu_xid": xid}

@@ -12,6 +12,7 @@ Read the modules in this order:
     job                 one job from its first process to its last, on this machine or a cluster
     agent               the agent of a host, which runs what it is assigned
     host                `host` and `replica`: one machine of a job, with an agent
+    burn_in             whether a machine computes and stores what it should, before it joins
     holder              starts that again when a signal has ended it; the ranks are its children
     backend             how ranks become processes: fork server, spares
     ray                 the same on a Ray cluster

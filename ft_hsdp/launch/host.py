@@ -6,6 +6,7 @@ That of `host` takes ranks of each replica, that of `replica` all ranks of one. 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import sys
@@ -16,8 +17,10 @@ from ft_hsdp.config import Config
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.control.telemetry import Reporter
-from ft_hsdp.errors import ConfigError
+from ft_hsdp.core.host_report import HostReport
+from ft_hsdp.errors import ConfigError, LighthouseUnreachable, LocalSystemError
 from ft_hsdp.event_table import tell
+from ft_hsdp.launch import burn_in
 from ft_hsdp.launch.agent import HostAgent, agent_path
 from ft_hsdp.launch.backend.forkserver import PRELOAD
 from ft_hsdp.launch.backend.gpus import check_device, free_gpus, gpus_here
@@ -28,6 +31,7 @@ from ft_hsdp.launch.lighthouse_process import reach
 from ft_hsdp.launch.run.directory import JobFiles, Row, RunDir, Tailer, supervised, write_config
 from ft_hsdp.launch.standalone import alone, claimed, enter, name_of_agent
 from ft_hsdp.lifetime import stop_signals
+from ft_hsdp.protocol import ProcessReport
 
 INJECTIONS_S = 0.2  # between two reads of the log of injected failures
 
@@ -46,6 +50,7 @@ def host(config: Config, url: str | None, holder: int, again: bool) -> int:
         ConfigError: The address, the token or the configuration does not fit the job.
         LighthouseUnreachable: No lighthouse answers within timeouts.reach_s.
         Retryable: The lighthouse refuses this host, or the fork server does not start.
+        LocalSystemError: `hosts.check` has found something.
         InvalidArgument: The configuration or the script is not the job's.
     """
     config = stamped(config)
@@ -122,6 +127,13 @@ async def serve(
     )
     file = run.path / f"host-{name}.yaml"
     write_config(file, config)  # only now: another process may have been this host
+    if config.hosts.check and forks.told.agents == 1:  # another agent had joined, and may have ranks
+        _say(f"hosts.check: {name} is tried for {config.hosts.check:g} s")
+        if why := await burn_in.failure(config, file, run.path):
+            report = HostReport(path, forks.told.life, "", 1, "")
+            with contextlib.suppress(LighthouseUnreachable):
+                await client.report(ProcessReport(host=report, unfit=why))
+            raise LocalSystemError(f"host {name} is refused: {why}")
     hosts = config.hosts.per_replica or 1
     most = config.ranks_per_replica // hosts + (config.spares if whole else 0)
     ranks = LocalRanks(

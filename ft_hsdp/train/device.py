@@ -106,7 +106,7 @@ def local_cpus(gpu: Any, system: Path = Path("/sys")) -> set[int]:
         gpu: Its properties, as torch has them, with its PCI address.
     """
     try:
-        text = (system / "bus/pci/devices" / pci_address(gpu) / "local_cpulist").read_text()
+        text = (system / "bus/pci/devices" / _pci_address(gpu) / "local_cpulist").read_text()
     except OSError:
         return set()
     ranges = (part.partition("-") for part in text.strip().split(",") if part)
@@ -114,8 +114,12 @@ def local_cpus(gpu: Any, system: Path = Path("/sys")) -> set[int]:
     return near & os.sched_getaffinity(0)
 
 
-def pci_address(gpu: Any) -> str:
-    """Return the PCI address of a GPU, by its properties."""
+def pci_address(device: torch.device) -> str:
+    """Return the PCI address of a GPU; "" on a CPU."""
+    return "" if device.type == "cpu" else _pci_address(torch.cuda.get_device_properties(device))
+
+
+def _pci_address(gpu: Any) -> str:
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 

@@ -25,7 +25,6 @@ import threading
 import time
 import traceback
 from collections.abc import Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -168,12 +167,8 @@ class RankRuntime:
         config, place, timeouts = self.config, self.place, self.config.timeouts
         self.identity = identity
         self._tracer = Tracer(identity.replica)
-        folders = {"run": place.run} if place.local_rank == 0 else None
-        if folders and config.checkpoint.dir is not None:
-            folders["checkpoint"] = Path(config.checkpoint.dir)
-        cpu = self._device.type == "cpu"
-        gpu = "" if cpu else pci_address(torch.cuda.get_device_properties(self._device))
-        self._sensors = sensors.Sensors(sensors.of_rank(gpu, folders))
+        folders = {"run": place.run, "checkpoint": config.checkpoint.dir} if place.local_rank == 0 else None
+        self._sensors = sensors.Sensors(sensors.of_rank(pci_address(self._device), folders))
         self.reporter = Reporter(identity.incarnation, self._bus.tell, self._beat)
         self._journal = Journal(
             place.run / "replicas" / str(identity.replica) / "events.jsonl",
@@ -330,8 +325,7 @@ class RankRuntime:
         epoch, rings = self._group.epoch, self._group.traces()
         trace = self._tracer.trace(epoch, rings, self._done, pause or usual, paused=bool(pause))
         where = self.place.rank, os.getpid(), host_name(os.environ)
-        load = self._sensors.newest()
-        return RankBeat(*where, self._done, pause, self._tracer.still_s, trace, load=load)
+        return RankBeat(*where, self._done, pause, self._tracer.still_s, trace, load=self._sensors.newest())
 
     # The control loop: what the ring reports.
 

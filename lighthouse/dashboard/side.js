@@ -72,8 +72,7 @@ export function Hosts() {
   const live = useStore((s) => s.overview.job.live);
   // The name by which ranks know their host may be another one than its agent's; under torchrun there is no agent.
   const inside = ({ host, replica, ranks }) => replicas.find((r) => r.replica === replica)?.ranks.find((r) => r.rank === ranks?.[0])?.host ?? host;
-  const told = new Set(known.map(inside));
-  const others = Object.keys(loads).filter((host) => !told.has(host) && inWords(loads[host]));
+  const others = Object.keys(loads).filter((host) => inWords(loads[host]) && !known.map(inside).includes(host));
   const hosts = [...known, ...others.map((host) => ({ host, state: "", replica: null, why: "" }))];
   const counts = ORDER.map((state) => [hosts.filter((h) => h.state === state).length, state]).filter(([n]) => n);
   const place = (h) => ORDER.indexOf(h.state) * 1e6 + (h.replica ?? 0) * 1e3 + (h.ranks?.[0] ?? 0);

@@ -1,8 +1,7 @@
 """What ranks measure of themselves and of their machines, by name; and machines whose clocks are wrong. Pure.
 
 A rank's sign of life says what its host's clock showed when it was made. The lighthouse hears of it somewhat later
-by its own: of many, the one with the least delay tells how far the clock is off. No decision depends on a clock,
-but times in logs do, and who looks for a rank that comes late compares them.
+by its own: of many, the one with the least delay tells how far the clock is off. No decision depends on it.
 """
 
 from __future__ import annotations
@@ -43,10 +42,8 @@ def split(load: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]
 
 
 class OddClock(NamedTuple):
-    """That a host's clock is wrong, or is right again."""
-
     host: str
-    over: bool
+    over: bool  # it is right again
     ahead_s: float  # of the lighthouse's clock
     reason: str
 
@@ -75,18 +72,16 @@ class Clocks:
         """Take signs of life that have come at ``unix`` by the lighthouse's clock; return what changes."""
         found = []
         for beat in (beat for beat in beats if beat.t):
-            host = self._hosts.setdefault(beat.host, _Host(now, now))
-            late_s = unix - beat.t
-            host.least_s = min(host.least_s, late_s) if host.count else late_s
-            host.count, host.heard = host.count + 1, now
-            if now - host.began >= WINDOW_S and host.count >= LEAST:
-                host.ahead_s, host.began, host.count = -host.least_s, now, 0
-                off = abs(host.ahead_s) > (RIGHT_S if host.off else OFF_S)
-                if off != host.off:
-                    where = "ahead of" if host.ahead_s > 0 else "behind"
-                    why = f"{abs(host.ahead_s):.1f} s {where} the lighthouse's"
-                    found.append(OddClock(beat.host, not off, host.ahead_s, why))
-                host.off = off
+            one = self._hosts.setdefault(beat.host, _Host(now, now))
+            one.least_s = min(one.least_s, unix - beat.t) if one.count else unix - beat.t
+            one.count, one.heard = one.count + 1, now
+            if now - one.began >= WINDOW_S and one.count >= LEAST:
+                one.ahead_s, one.began, one.count = -one.least_s, now, 0
+                off = abs(one.ahead_s) > (RIGHT_S if one.off else OFF_S)
+                if off != one.off:
+                    why = f"{abs(one.ahead_s):.1f} s {'ahead of' if one.ahead_s > 0 else 'behind'} the lighthouse"
+                    found.append(OddClock(beat.host, not off, one.ahead_s, why))
+                one.off = off
         for name in [name for name, host in self._hosts.items() if now - host.heard >= SILENT_S]:
             if self._hosts.pop(name).off:
                 found.append(OddClock(name, True, 0.0, "nothing is heard of the host any more"))

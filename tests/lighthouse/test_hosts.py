@@ -84,7 +84,10 @@ async def test_a_host_with_another_configuration_is_refused_by_the_key_and_gets_
     reply = await service.host(ProcessReport(host=report, rules={"train.seed": "2"}))
     assert reply.refused.startswith("train.seed is 2 here, and 1 in the job")
     assert (reply.wrong, reply.assigned, service.hosts()) == (True, (), [])
-    assert [row["host"] for row in events(rows, "AskRefused")] == ["near"]
+    unfit = await service.host(ProcessReport(host=report, rules={"train.seed": "1"}, unfit="its disk lies"))
+    assert (unfit.refused, unfit.wrong, unfit.assigned, service.hosts()) == ("its disk lies", False, (), [])
+    refused = [(row["host"], row["reason"]) for row in events(rows, "AskRefused")]
+    assert refused == [("near", reply.refused), ("near", unfit.refused)]
     reply = await service.host(ProcessReport(host=report, rules={"train.seed": "1"}))
     assert reply.refused == ""
     assert reply.assigned

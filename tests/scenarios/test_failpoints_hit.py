@@ -13,7 +13,7 @@ from tests.support.programs import inapplicable
 from tests.support.scenarios.scenario_job import Job
 
 STEPS = 40
-NOT_DEATHS = ("record-lost", "state-flip", "live-flip", "snapshot-flip", "snapshot-out", "copy-out")
+NOT_DEATHS = ("record-lost", "state-flip", "live-flip", "snapshot-flip", "snapshot-out", "copy-out", "check-flip")
 LEADER_ONLY = ("token-first", "token-second", "quorum-reply", "checkpoint-rename")
 FIRST_KILL = {"at_step": 4, "replicas": [1], "rank": 1, "signal": "KILL"}
 

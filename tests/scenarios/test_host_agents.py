@@ -14,12 +14,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ft_hsdp.errors import EXIT_HARDWARE
 from ft_hsdp.launch.run.directory import read_json
 from ft_hsdp.secret import worker_token
 from ft_hsdp.state.transfer.donor_connection import ask_held
 from lighthouse.http.access import view_key
 from lighthouse.overview.machines import CLOCK, MEASURES, OFF_S
-from tests.support.machines import Rig, needs_machines
+from tests.support.machines import Machine, Rig, needs_machines
 from tests.support.machines_job import PORT, ROOT, STEPS, TOKEN, JobOnHosts
 from tests.support.scenarios.scenario_job import agents_of
 from tests.support.waiting import until
@@ -87,6 +88,32 @@ def test_each_rank_and_each_machine_tells_what_it_uses(tmp_path: Path) -> None:
             resident = int(host.run("cat", f"/proc/{rank['pid']}/statm").split()[1]) * os.sysconf("SC_PAGESIZE")
             assert found["ft_hsdp_rank_resident_bytes", host.name] == pytest.approx(resident, rel=0.5)
             assert abs(found[f"ft_hsdp_{CLOCK}", host.name]) < OFF_S
+        job.ended()
+
+
+class Checked(JobOnHosts):
+    """Its third machine flips a bit."""
+
+    def options(self, machine: Machine) -> list[str]:
+        flip = "--debug.failpoints={check-flip: {replicas: [0], step: 0}}"
+        return ["--hosts.check=0.01", *[flip] * (machine.number == 3)]
+
+
+@PROOF
+def test_the_job_goes_on_without_a_machine_that_fails_its_check(tmp_path: Path) -> None:
+    with Rig(tmp_path, 4) as rig, Checked(rig, tmp_path, 2, 1) as job:
+        unfit, refused = rig.machines[3], job.supervisors.pop(3)
+        job.until(lambda: refused.poll() is not None, "it ends")
+        assert refused.returncode == EXIT_HARDWARE
+        why = "hosts.check: products of cpu: 1 of"
+        assert why in (unfit.tmp / "host3.log").read_text().splitlines()[-1]
+        (told,) = job.told("AskRefused")
+        assert (told["host"], told["reason"][: len(why)]) == (unfit.name, why)
+        assert unfit not in job.states()
+        log = rig.machines[1].tmp / "host1.log"
+        job.agent(rig.machines[1]).kill()
+        job.until(lambda: " goes on" in log.read_text(), "another agent has its ranks")
+        assert log.read_text().count("hosts.check") == 1
         job.ended()
 
 

@@ -149,10 +149,14 @@ class JobOnHosts(JobOnMachines):
         self.steps(4, "states whose copies are there")
         return self
 
+    def options(self, machine: Machine) -> list[str]:
+        """More arguments of the agent of a machine."""
+        return []
+
     def join(self, machine: Machine) -> None:
         """Start the agent of a machine."""
         self._at[name := f"host{machine.number}"] = machine
-        command = [str(ROOT / "launcher.py"), "host", str(self._config), *self._lighthouse]
+        command = [str(ROOT / "launcher.py"), "host", str(self._config), *self._lighthouse, *self.options(machine)]
         self.supervisors[machine.number] = self._start(name, command)
 
     def agent(self, machine: Machine) -> psutil.Process:
