@@ -83,6 +83,7 @@ def test_continuous_integration_has_the_packages_that_tests_would_skip_without()
 
 
 ROOT = Path(__file__).parents[1]
+SYSTEMS = "ft_hsdp/analysis/systems.json"
 
 
 def said(*command: object, cwd: Path) -> str:
@@ -109,7 +110,7 @@ def test_the_wheel_installs_and_its_command_runs(tmp_path: Path) -> None:
     said(*build, "--outdir", tmp_path / "dist", source, cwd=tmp_path)
     (wheel,) = (tmp_path / "dist").glob("ft_hsdp-*.whl")
     inside = zipfile.ZipFile(wheel).namelist()
-    for name in ("ft_hsdp/py.typed", "lighthouse/dashboard/index.html", "ftar_kernels/__init__.py"):
+    for name in ("ft_hsdp/py.typed", "lighthouse/dashboard/index.html", "ftar_kernels/__init__.py", SYSTEMS):
         assert name in inside
     assert not [name for name in inside if name.startswith(("tests/", "docs/", "configs/"))]
 
