@@ -47,7 +47,7 @@ def studied(job: dict[str, Any], folder: Path) -> float:
     seen: list[tuple[float, int]] = []
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
-        counts = [len(read_jsonl(cell.folder / "steps.jsonl")) for cell in cells]
+        counts = [study.trained(cell) for cell in cells]
         if all(counts) and (not seen or sum(counts) > seen[-1][1]):
             seen.append((time.monotonic(), sum(counts)))
         if min(counts) == job["train"]["steps"]:

@@ -1,4 +1,4 @@
-"""Plot a study: python docs/plot_study.py OUT.svg runs/study/curves.json CASE [CASE ...] (needs matplotlib).
+"""Plot a study: python docs/plot_study.py OUT.svg docs/study CASE [CASE ...] (needs matplotlib).
 
 A CASE is a variant's name without its rate, such as d6x_fp32_for200_3reps. Above: the evaluation loss over units,
 as in FT-HSDP's Figure 8. Below, for each case: how far each rate is from the run without failures after as many
@@ -19,7 +19,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from ft_hsdp.analysis.studies import at_units
+from ft_hsdp.analysis.studies import at_units, points
 
 RATES = {"lr_none": "none", "lr_sqrt": "sqrt", "lr_linear": "linear", "batch_constant": "constant batch"}
 
@@ -28,11 +28,12 @@ def main() -> None:
     """Losses above, distances below."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
-    parser.add_argument("curves", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("cases", nargs="+")
     args = parser.parse_args()
     found: dict[str, dict[int, Any]] = {}
-    for each in json.loads(args.curves.read_text()):
+    for path in sorted(args.folder.glob("*-seed*.json")):
+        each = json.loads(path.read_text())
         found.setdefault(each["name"], {})[each["seed"]] = each
     figure, panels = plt.subplots(1 + len(args.cases), 1, figsize=(8, 3 + 2.2 * len(args.cases)))
     whole = found[f"{args.cases[0].split('_')[1]}_fault_free"]
@@ -70,11 +71,11 @@ def main() -> None:
 
 
 def _losses(each: Any) -> tuple[list[int], list[float]]:
-    return [units for _, units, _ in each["eval"]], [loss for _, _, loss in each["eval"]]
+    return [units for _, units, _ in points(each)], [loss for _, _, loss in points(each)]
 
 
 def _gaps(each: Any, whole: Any) -> list[tuple[int, float]]:
-    return [(step, loss - at_units(whole["eval"], units)) for step, units, loss in each["eval"]]
+    return [(step, loss - at_units(points(whole), units)) for step, units, loss in points(each)]
 
 
 if __name__ == "__main__":

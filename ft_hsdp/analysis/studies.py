@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -137,12 +137,8 @@ class Difference:
 
 def points(result: Mapping[str, Any]) -> list[Point]:
     """Return the evaluations of a variant."""
-    units, found = 0, []
-    for row in result["rows"]:
-        units += row["units"]
-        if row.get("eval") is not None:
-            found.append((row["step"], units, row["eval"]))
-    return found
+    units = [*accumulate(result["units"])]
+    return [(step, units[step - 1], loss) for step, loss in result["eval"]]
 
 
 def at_units(curve: Sequence[Point], units: int) -> float:

@@ -268,7 +268,7 @@ def _study(args: argparse.Namespace) -> int:
     trained = study.run(wanted, args.jobs, lambda progress: _progress(str(progress)))
     results = study.results(trained)
     found = studies.judge(results)
-    study.write(Path(wanted.dir), results, found)
+    study.write(Path(wanted.dir), found)
     _show(args, studies.document(found), lambda: studies.table(found))
     return EXIT_OK
 

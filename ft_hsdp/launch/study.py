@@ -4,7 +4,7 @@ A process trains what the replicas of a variant would train, one contributor aft
 sums and the updates of a run (`train.replay.planned`). The lighthouse's own rules deal the units. So a variant
 with the memberships of a real run ends with the digest of that run.
 
-A variant that is done has its files in the folder of the study, and is not trained again.
+A variant that is trained has a file in the folder of the study, and is not trained again.
 
 `python -m ft_hsdp.launch.study FOLDER` is one rank of a variant.
 """
@@ -15,6 +15,7 @@ import csv
 import hashlib
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -34,10 +35,9 @@ from ft_hsdp.analysis.studies import (
     memberships,
     observed,
     outages,
-    points,
     variant_name,
 )
-from ft_hsdp.config import Config, config_hash, dump, load, parse
+from ft_hsdp.config import Config, dump, load, parse
 from ft_hsdp.config.base import Int, PathText, Section
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.config.loader import load_as
@@ -48,7 +48,7 @@ from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch.backend import entry
 from ft_hsdp.launch.backend.processes import tied
-from ft_hsdp.launch.run.directory import RunDir, read_json
+from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl
 from ft_hsdp.launch.run.recorder import commits_of
 from ft_hsdp.launch.run.replay import free_ports, place, run_ranks
 from ft_hsdp.train.replay.planned import PlannedSteps, Variant
@@ -88,7 +88,12 @@ class Cell:
     seed: int
     config: Config
     history: tuple[RingPeriod, ...]
-    folder: Path
+    result: Path  # the file of what was found; it is there once the variant is trained
+
+    @property
+    def folder(self) -> Path:
+        """Where its process works; gone once it is trained."""
+        return self.result.with_suffix("")
 
     @property
     def plan(self) -> list[PlannedSteps]:
@@ -96,8 +101,9 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """What its results depend on, as a hash."""
-        what = [ft_hsdp.__version__, config_hash(stamped(self.config)), [asdict(each) for each in self.plan]]
+        """What its results depend on, as a hash. The default of a key that a later version adds is not in it."""
+        config = stamped(self.config).model_dump(mode="json", exclude_defaults=True)
+        what = [ft_hsdp.__version__, config, [asdict(each) for each in self.plan]]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -125,8 +131,8 @@ def cells(study: StudyConfig) -> list[Cell]:
                 history = memberships(away, config.replicas)
             if not history:
                 raise ConfigError(f"variants.{number}.like", str(each.like), "the folder of a run with commits")
-            folder = Path(study.dir) / f"{name}-seed{seed}"
-            found.setdefault(folder, Cell(name, seed, config, history, folder))
+            result = Path(study.dir) / f"{name}-seed{seed}.json"
+            found.setdefault(result, Cell(name, seed, config, history, result))
     return [*found.values()]
 
 
@@ -224,10 +230,10 @@ def run(study: StudyConfig, jobs: int | None, show: Callable[[StudyProgress], No
                 done, running = wait(running, LOOK_S)
                 for each in done:
                     each.result()
-                trained = sum(_rows(cell) for cell in left)
+                ready = sum(trained(cell) for cell in left)
                 steps = sum(cell.config.train.steps for cell in left)
                 ended = len(wanted) - len(running)
-                show(StudyProgress(ended, len(wanted), trained, steps - trained, time.monotonic() - began))
+                show(StudyProgress(ended, len(wanted), ready, steps - ready, time.monotonic() - began))
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
@@ -240,17 +246,17 @@ def _done(cell: Cell) -> bool:
     Raises:
         ConfigError: It was trained with other settings.
     """
-    found = read_json(cell.folder / "outcome.json")
+    found = read_json(cell.result)
     if found and found.get("key") != cell.key:
-        allowed = (
-            "results of this study: another version, or other settings, made these (remove them, or set `dir`)"
-        )
-        raise ConfigError("dir", str(cell.folder), allowed)
+        what = "results of this study: another version, or other settings, made these (remove them, or set `dir`)"
+        raise ConfigError("dir", str(cell.result), what)
     return bool(found)
 
 
-def _rows(cell: Cell) -> int:
+def trained(cell: Cell) -> int:
     """Return how many steps of a variant are trained."""
+    if cell.result.exists():
+        return cell.config.train.steps
     try:
         return (cell.folder / "steps.jsonl").read_bytes().count(b"\n")
     except FileNotFoundError:
@@ -259,10 +265,8 @@ def _rows(cell: Cell) -> int:
 
 def _train(cell: Cell, stop: threading.Event) -> None:
     """Train one variant. Blocks until it is trained, or ``stop`` is set."""
-    cell.folder.mkdir(parents=True, exist_ok=True)
-    found = cell.folder / "found.json"
-    for path in (found, cell.folder / "steps.jsonl"):
-        path.unlink(missing_ok=True)
+    shutil.rmtree(cell.folder, ignore_errors=True)
+    cell.folder.mkdir(parents=True)
     (cell.folder / "config.yaml").write_text(dump(cell.config))
     Variant.write(cell.folder / "plan.json", cell.plan)
     ranks, (port,) = cell.config.ranks_per_replica, free_ports(1)
@@ -271,35 +275,35 @@ def _train(cell: Cell, stop: threading.Event) -> None:
     failed = run_ranks(tied(__name__, str(cell.folder)), cell.folder, places, stop)
     if failed is not None:
         raise Retryable(f"{cell.name}: {failed.text} (exit code {failed.code})")
-    outcome = {"key": cell.key, "name": cell.name, "seed": cell.seed, "seconds": time.monotonic() - began}
-    away = [asdict(each) for each in cell.history]
-    replace_json(cell.folder / "outcome.json", outcome | (read_json(found) or {}) | {"history": away})
+    rows = read_jsonl(cell.folder / "steps.jsonl")
+    replace_json(
+        cell.result,
+        {
+            "key": cell.key,
+            "name": cell.name,
+            "seed": cell.seed,
+            "seconds": round(time.monotonic() - began, 1),
+            "digest": read_json(cell.folder / "found.json")["digest"],
+            "history": [asdict(each) for each in cell.history],
+            "units": [row["units"] for row in rows],
+            "loss": [round(row["loss"], 4) for row in rows],
+            "eval": [(row["step"], row["eval"]) for row in rows if "eval" in row],
+        },
+    )
+    shutil.rmtree(cell.folder)
 
 
 def results(trained: Iterable[Cell]) -> list[dict[str, Any]]:
-    """Return what was found of each variant, with its rows."""
-    found = []
-    for cell in trained:
-        rows = [json.loads(line) for line in (cell.folder / "steps.jsonl").read_text().splitlines()]
-        found.append((read_json(cell.folder / "outcome.json") or {}) | {"rows": rows})
-    return found
+    """Return what was found of each variant."""
+    return [read_json(cell.result) for cell in trained]
 
 
-def write(folder: Path, results: Iterable[dict[str, Any]], found: Iterable[VariantResult]) -> None:
-    """Write `variants.csv` with what was found, and `curves.json` with the losses, for plots."""
+def write(folder: Path, found: Iterable[VariantResult]) -> None:
+    """Write a line for each variant into a CSV file of ``folder``, for spreadsheets."""
     with (folder / "variants.csv").open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(each.name for each in fields(VariantResult))
         table.writerows(astuple(each) for each in found)
-    curves = [
-        {"name": each["name"], "seed": each["seed"], "history": each["history"], "eval": points(each)}
-        | {
-            "loss": [round(row["loss"], 4) for row in each["rows"]],
-            "units": [row["units"] for row in each["rows"]],
-        }
-        for each in results
-    ]
-    replace_json(folder / "curves.json", curves)
 
 
 def read(path: Path) -> StudyConfig:

@@ -53,17 +53,18 @@ def test_names_of_variants(given: tuple[int, str, int, int, str], name: str) -> 
 
 
 def result(name: str, seed: int, extra: float, units: int = 4, away: tuple[int, int] | None = None) -> dict:
-    rows, done = [], 0
+    counts, losses, done = [], [], 0
     for step in range(1, 101):
         now = 3 if away and away[0] <= step < away[1] else units
         done += now
         bump = 0.5 if away and away[0] <= step < away[1] else 0.0
         value = 3.0 - done / 4000 + seed / 1000 + extra + bump
-        rows.append({"step": step, "loss": 0.0, "units": now, "eval": value if step % 10 == 0 else None})
+        counts.append(now)
+        losses += [(step, value)] if step % 10 == 0 else []
     ring = tuple(range(4))
     rings = {1: ring} | ({away[0]: ring[1:], away[1]: ring} if away else {})
     history = [{"first": first, "ring": who, "behind": ()} for first, who in rings.items()]
-    return {"name": name, "seed": seed, "digest": "d", "rows": rows, "history": history}
+    return {"name": name, "seed": seed, "digest": "d", "units": counts, "eval": losses, "history": history}
 
 
 WHOLE = [result("fp32_fault_free", seed, 0.0) for seed in (1, 2, 3)]

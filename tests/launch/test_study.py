@@ -9,7 +9,6 @@ import yaml
 
 from ft_hsdp.launch import study
 from ft_hsdp.launch.cli import main
-from ft_hsdp.launch.run.directory import read_jsonl
 from tests.support.scenarios.scenario_job import HARD, Job
 
 TINY = {
@@ -42,22 +41,26 @@ def train(file: Path, capsys: pytest.CaptureFixture[str], **keys: Any) -> tuple[
 def test_variants_are_trained_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _ = train(file, capsys)
     assert code == 0
-    folders = sorted(Path("found").glob("*/"))
-    assert [folder.name for folder in folders] == [
-        "d1x_fp32_for4_2reps_batch_constant-seed1",
-        "d1x_fp32_for4_2reps_lr_none-seed1",
+    files = sorted(Path("found").glob("*.json"))
+    assert [path.name for path in files] == [
+        "d1x_fp32_for4_2reps_batch_constant-seed1.json",
+        "d1x_fp32_for4_2reps_lr_none-seed1.json",
     ]
-    rows = read_jsonl(folders[0] / "steps.jsonl")
-    assert [row["step"] for row in rows if "eval" in row] == [5, 10, 12]
-    constant, adapting = ([row["units"] for row in read_jsonl(folder / "steps.jsonl")] for folder in folders)
+    found = [json.loads(path.read_text()) for path in files]
+    assert [step for step, _ in found[0]["eval"]] == [5, 10, 12]
+    constant, adapting = (each["units"] for each in found)
     assert adapting == [3, 1, 1, 1, 1, *[3] * 7]
     assert constant == [3, 1, *[3] * 10], "the lone replica trains three units from the step after on"
-    before = [(folder / "outcome.json").stat() for folder in folders]
-    (folders[1] / "outcome.json").unlink()  # as if it had been killed on the way
+    before = [path.stat() for path in files]
+    files[1].unlink()  # as if it had been killed on the way
     assert train(file, capsys)[0] == 0
-    after = [(folder / "outcome.json").stat() for folder in folders]
+    after = [path.stat() for path in files]
     assert [a.st_mtime_ns == b.st_mtime_ns for a, b in zip(before, after, strict=True)] == [True, False]
-    assert len(json.loads(Path("found/curves.json").read_text())) == 2
+    assert json.loads(files[1].read_text())["digest"] == found[1]["digest"]
+    assert sorted(path.name for path in Path("found").iterdir()) == [
+        *(path.name for path in files),
+        "variants.csv",
+    ]
     code, said = train(file, capsys, job=TINY | {"optim": {"lr": 0.002}})
     assert (code, said.count("\n")) == (64, 1)
     assert said.startswith("dir: got 'found/d1x")
@@ -67,7 +70,7 @@ def test_variants_are_trained_once(file: Path, capsys: pytest.CaptureFixture[str
 def test_the_studies_in_the_docs_can_be_trained(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     found = study.cells(study.read(Path(name)))
-    assert len(found) == len({cell.folder for cell in found}) == count
+    assert len(found) == len({cell.result for cell in found}) == count
     assert all(sum(each.last - each.first + 1 for each in cell.plan) == 1500 for cell in found)
 
 

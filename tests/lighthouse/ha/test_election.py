@@ -135,13 +135,13 @@ class Fleet:
         except httpx.HTTPError:
             return "away"
 
-    def leader(self, *among, within_s=10.0):
+    def leader(self, *among, within_s=30.0):
         """The seat that leads, once one does."""
         seats = among or range(len(self.seats))
         self.until(lambda: any(self.role(seat) == "leader" for seat in seats), "one leads", within_s)
         return next(seat for seat in seats if self.role(seat) == "leader")
 
-    def until(self, condition, what, within_s=10.0):
+    def until(self, condition, what, within_s=30.0):
         until(condition, what, within_s, self.seats[0].tail)
 
     def journal(self, seat, event):
