@@ -171,7 +171,7 @@ def agreed(config: Config) -> dict[str, str]:
         "data": data,
         "optim": config.optim.model_dump(exclude={"offload"}),
         "lr": config.lr.model_dump(),
-        "train": train | ({"deterministic": True} if config.train.deterministic else {}),
+        "train": train | config.train.model_dump(include={"deterministic", "norm_mads"}, exclude_defaults=True),
         "quorum": config.quorum.model_dump(
             include={"catchup_log_bytes", "batch", "refill", "allowed", "max_accumulate"}
         ),

@@ -28,6 +28,13 @@ class TrainConfig(Section):
         "exclude_contributor",
         description="a gradient that is not finite: reduce again without it, or commit the step without a change",
     )
+    norm_mads: Number | None = Field(
+        None,
+        ge=2,
+        le=1e6,
+        description="a gradient whose norm is more median absolute deviations than that from the median of three "
+        "or more contributors is treated like one that is not finite; null: norms are not compared",
+    )
     recompute: bool = Field(
         False, description="keep a block's input only and run its forward again in backward, to save memory"
     )

@@ -55,6 +55,7 @@ class LeaderSettings(LeaseSettings):
     write_again_s: float = 60.0
     checkpoint_s: float = 0.0  # longest time between two durable checkpoints; 0: time does not count
     ranks_per_unit: int = 1  # ranks that train the same units
+    norm_mads: float | None = None  # how far the norm of a contribution may be from that of the others
     nominal: int = 0  # data ranks of a replica that has all its ranks; 0: as many as this one has
 
 
@@ -249,6 +250,7 @@ class Leader:
             chunk_bytes=settings.chunk_bytes,
             widths=grant.narrower(settings.nominal, settings.ranks_per_unit),
             ring_widths=grant.widths,
+            mads=settings.norm_mads,
         )
         fence, digest = self._tally.fence, self._tally.state_digest
         waited_s, copied = max(v.waited_s for v in self._tally.votes), sum(v.copied for v in self._tally.votes)

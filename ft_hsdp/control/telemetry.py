@@ -61,13 +61,13 @@ class Decisions:
                     self._journal.event("LeftBehind", reason, step=before.fence.step)
                 case effects.Reduce(fence) if _again(before, fence, self.torn):
                     reason = "the same gradient is reduced again on another ring"
+                    if before.record is not None and after.excluded != before.excluded:
+                        reason = f"{before.record.fault}: the step is reduced again without them"
                     self._journal.event("StepRetried", reason, **_fence(fence))
                 case effects.Commit(record) if not record.updates:
-                    poisoned = f"gradient of replicas {list(record.poisoned)} is not finite"
-                    reason = f"{poisoned if record.skipped else 'none of its tokens counts'}: no weight changes"
-                    self._journal.event(
-                        "StepSkipped", reason, replicas=list(record.poisoned), **_fence(record.fence)
-                    )
+                    why = record.fault if record.skipped else "none of its tokens counts"
+                    facts = {"replicas": list(record.poisoned), **_fence(record.fence)}
+                    self._journal.event("StepSkipped", f"{why}: no weight changes", **facts)
                 case effects.WriteCheckpoint(state):
                     reason = "this replica writes it for all"
                     self._journal.event("CheckpointStarted", reason, step=state.step)

@@ -9,9 +9,11 @@ step.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from statistics import median
 from typing import Literal
 
 from ft_hsdp.core.ledger import MAX_UNIT, Ledger, Run, overlaps
@@ -22,6 +24,7 @@ MAX_RUNS = 8  # runs of units that a replica trains in one step
 MAX_PARTS = 4  # in which it reduces them (`Contribution.part`); the end of a part may cut a run in two
 MAX_ROWS = MAX_RUNS + MAX_PARTS - 1  # contributions of a replica to one step
 MAX_WEIGHT = 2**31  # of a unit
+SPREAD = 0.1  # of the median norm: a median deviation below it counts as so much
 _POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
@@ -94,11 +97,12 @@ class CommitRecord:
     norm: float = 0.0  # of the gradient, after the division; squares are summed in that order
     lr_scale: float = 1.0  # factor on the learning rate for a step with fewer units (FT-HSDP §6.2)
     chunk_bytes: int = 0  # size of a chunk, which with `ring` fixes the order of addition
-    poisoned: tuple[int, ...] = ()  # contributors whose gradient is not finite
+    poisoned: tuple[int, ...] = ()  # contributors whose gradient is not finite, or one of the `outliers`
     spoiled: tuple[Run, ...] = ()  # units that the step goes without: not finite in an earlier attempt
     retries: int = 0  # a spoiled unit that was left out of so many steps is given up
     wanted: int = 0  # units of a step to which all replicas contribute
     ring_widths: tuple[int, ...] = ()  # ranks of each member, in ring order, if they differ
+    outliers: tuple[int, ...] = ()  # of the `poisoned`, those with a finite gradient
 
     @property
     def state_id(self) -> StateId:
@@ -119,6 +123,16 @@ class CommitRecord:
     def contributors(self) -> tuple[int, ...]:
         """The replicas whose gradients are in the sum, sorted."""
         return tuple(sorted({c.replica for c in self.contributions}))
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with the gradients of the poisoned or doubled, in words; "" if there are none."""
+        far, broken = list(self.outliers), [r for r in self.poisoned if r not in self.outliers]
+        said = [f"gradient of replicas {broken} is not finite"] if broken else []
+        said += [f"norm of the gradient of replicas {far} is far from that of the others"] if far else []
+        if not said and self.doubled:
+            return f"replicas {list(self.doubled)} brought units that others bring"
+        return " and ".join(said)
 
     @property
     def doubled(self) -> tuple[int, ...]:
@@ -192,6 +206,21 @@ class CommitRecord:
     def given_up(self, before: Ledger) -> tuple[Run, ...]:
         """Return the units that this step spends untrained, by the ledger `before`: they were never finite."""
         return before.given_up(self.spoiled, self.retries)
+
+
+def outliers(norms: Mapping[int, float], mads: float) -> tuple[int, ...]:
+    """Return the contributors, sorted, whose gradient's norm is too far from the median of all of them.
+
+    Fewer than three are not judged. With `mads` of at least 1 most contributors never are outliers.
+
+    Args:
+        norms: by replica, of its gradient for one unit of weight.
+        mads: so many times the median of the distances from that median are allowed. That median counts as at
+            least `SPREAD` of the norm.
+    """
+    middle = median(norms.values()) if len(norms) > 2 else 0.0
+    spread = max(SPREAD * middle, median(abs(norm - middle) for norm in norms.values())) if middle else math.inf
+    return tuple(sorted(r for r, norm in norms.items() if abs(norm - middle) > mads * spread))
 
 
 def lr_scale(intervention: Intervention, units: int, wanted: int) -> float:
@@ -279,20 +308,29 @@ class Vote:
     copied: int = 0  # bytes of those copies
     late: bool = False  # some of them were still under way when the wait ran out; not: refused, failed, or lost
     refused: tuple[int, ...] = ()  # ranks of its replica whose shards its host does not keep, though it is to
+    squares: tuple[tuple[int, float], ...] = ()  # by contributor, of what it put in; (): not known
     # With these, `digest`, `sumsq`, `contributions` and `state_digest` say nothing.
     lanes: tuple[LaneVote, ...] = ()
 
     @classmethod
-    def on(cls, rank: int, fence: AttemptId, sums: tuple[LaneVote, ...], poisoned: tuple[int, ...] = ()) -> Vote:
+    def on(
+        cls,
+        rank: int,
+        fence: AttemptId,
+        sums: tuple[LaneVote, ...],
+        poisoned: tuple[int, ...] = (),
+        squares: tuple[tuple[int, float], ...] = (),
+    ) -> Vote:
         """Return the vote of a `rank` on the `sums` of its lanes in the attempt `fence`.
 
         The owners of an only lane that is the rank's are (). The gradients of the replicas `poisoned` were not
-        finite.
+        finite; those of the others had these `squares`.
         """
         if any(lane.owners for lane in sums):
             return cls(rank, fence, "", 0.0, (), poisoned, lanes=sums)
         (only,) = sums
-        return cls(rank, fence, only.digest, only.sumsq, only.contributions, poisoned, only.state_digest)
+        said = only.digest, only.sumsq, only.contributions, poisoned, only.state_digest
+        return cls(rank, fence, *said, squares=squares)
 
     @property
     def sums(self) -> tuple[LaneVote, ...]:
@@ -364,6 +402,7 @@ class VoteTally:
         chunk_bytes: int,
         widths: Mapping[int, int] | None = None,
         ring_widths: tuple[int, ...] = (),
+        mads: float | None = None,
     ) -> CommitRecord | None:
         """Return the record that the votes add up to; None if the ranks saw different contributors.
 
@@ -380,6 +419,8 @@ class VoteTally:
             chunk_bytes: size of a chunk of the all-reduce.
             widths: data ranks of the contributors that have fewer than the configuration says, by replica id.
             ring_widths: ranks of each member, in ring order, if they differ.
+            mads: limit for `outliers`, which are poisoned, too; None: none. They are looked for in the first
+                attempt at a step alone, so that what is left without them is committed.
         """
         rows = self._rows(dict(zip(ring, ring_widths, strict=True)) if ring_widths else {})
         if rows is None:
@@ -387,6 +428,8 @@ class VoteTally:
         narrow = widths or {}
         contributions = tuple(replace(over_data_ranks(row), width=narrow.get(row[0].replica, 0)) for row in rows)
         poisoned = tuple(sorted({r for v in self.votes for r in v.poisoned}))
+        far = () if mads is None or self.fence.attempt else outliers(self._norms(contributions, poisoned), mads)
+        poisoned = tuple(sorted({*poisoned, *far}))
         square = float(sum(lane.sumsq for lane in self._lanes))
         if not poisoned and not math.isfinite(square):
             poisoned = tuple(sorted({c.replica for c in contributions}))
@@ -408,7 +451,19 @@ class VoteTally:
             chunk_bytes=chunk_bytes,
             poisoned=poisoned,
             ring_widths=ring_widths,
+            outliers=far,
         )
+
+    def _norms(self, contributions: Sequence[Contribution], poisoned: Sequence[int]) -> dict[int, float]:
+        """Return the norm of the gradient of each replica that is not `poisoned`, for one unit of weight."""
+        weights: Counter[int] = Counter()
+        for c in contributions:
+            weights[c.replica] += c.weight
+        found: dict[int, float] = defaultdict(float)
+        for replica, square in (each for v in self.votes for each in v.squares):
+            if weights[replica] and replica not in poisoned:
+                found[replica] += square
+        return {replica: square**0.5 / weights[replica] for replica, square in found.items()}
 
 
 def over_data_ranks(row: tuple[Contribution, ...]) -> Contribution:

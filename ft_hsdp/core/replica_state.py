@@ -39,8 +39,8 @@ DEFAULT = ReplicaPolicy()
 
 # Of the messages and of the rules behind them. Raise it when replicas, agents or a lighthouse of the version
 # before cannot take part any more. 1, which stood nowhere, counted batches; 2 counts units; 3 names hosts in a
-# grant; 4 says to an agent what a connection is for.
-PROTOCOL_VERSION = 5
+# grant; 4 says to an agent what a connection is for; 6 tells the ring the norms of gradients.
+PROTOCOL_VERSION = 6
 PROTOCOL = "protocol"  # the key, among those that replicas must have in common, of the version of the messages
 ENTRY = "entry"  # the key of the name and the digest of what the ranks run
 

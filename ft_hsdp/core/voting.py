@@ -169,13 +169,13 @@ def _vote(s: Replica) -> tuple[bool, str]:
     """Return this replica's vote on the record that it holds, and the reason if it is a no."""
     assert s.record is not None
     if s.record.poisoned and not _skips(s, s.record):
-        return False, f"gradient of replicas {list(s.record.poisoned)} is not finite"
+        return False, s.record.fault
     if not s.record.contributions:
         return False, "no replica contributed"
     if wrong := s.record.impossible(s.grant is not None and s.grant.shared):
         return False, wrong
     if s.record.doubled:
-        return False, f"replicas {list(s.record.doubled)} brought units that others bring"
+        return False, s.record.fault
     return True, ""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ft_hsdp.core.commit import MAX_ROWS, Contribution, impossible
@@ -17,11 +17,13 @@ from ft_hsdp.errors import ProtocolViolation, StaleEpoch
 
 MAGIC = 0x46544152  # "FTAR"
 HEADER = struct.Struct("!IIIHHHBBII16s")
-_ENTRY_HEAD = struct.Struct("!HHHHd")  # replica, data shard, flags, number of runs, loss
+_SQUARE = struct.Struct("!d")  # in front, because it differs from bucket to bucket
+_ENTRY_HEAD = struct.Struct("!HHHHd")  # replica, data shard, zero, number of runs, loss
 _ENTRY_RUN = struct.Struct("!QQIHH")  # first unit, weight, units, part, zero
 # All entries are equally long: a peer tells us no size.
-ENTRY_BYTES = _ENTRY_HEAD.size + MAX_ROWS * _ENTRY_RUN.size
+ENTRY_BYTES = _SQUARE.size + _ENTRY_HEAD.size + MAX_ROWS * _ENTRY_RUN.size
 EMPTY = 1  # flag of a chunk without a payload
+LARGEST = (2 - 2**-23) * 2.0**127  # number in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,12 @@ class Entry:
 
     replica: int
     contributions: tuple[Contribution, ...] = ()  # at most `MAX_ROWS`, of one data shard; (): it relayed
-    poisoned: bool = False  # its gradient, or the squares of it, are not finite
+    square: float = 0.0  # sum of squares of its gradient of the bucket
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether its gradient, or the squares of it, are not finite in fp32."""
+        return not 0 <= self.square <= LARGEST
 
     @property
     def weight(self) -> int:
@@ -58,7 +65,7 @@ class Entry:
         if len(runs) > MAX_ROWS:
             raise ValueError(f"{len(runs)} contributions do not fit into an entry of {MAX_ROWS}")
         shard, loss = (runs[0].shard, runs[0].loss) if runs else (0, 0.0)
-        head = _ENTRY_HEAD.pack(self.replica, shard, int(self.poisoned), len(runs), loss)
+        head = _SQUARE.pack(self.square) + _ENTRY_HEAD.pack(self.replica, shard, 0, len(runs), loss)
         body = b"".join(_ENTRY_RUN.pack(c.index, c.weight, c.units, c.part, 0) for c in runs)
         return (head + body).ljust(ENTRY_BYTES, b"\0")
 
@@ -69,13 +76,17 @@ def unpack_entries(data: bytes) -> tuple[Entry, ...]:
     Raises:
         ProtocolViolation: an entry says what no replica can have trained.
     """
-    return tuple(_unpack_entry(data[at : at + ENTRY_BYTES]) for at in range(0, len(data), ENTRY_BYTES))
+    starts = range(0, len(data), ENTRY_BYTES)
+    return tuple(
+        replace(_unpack_entry(data[at + _SQUARE.size : at + ENTRY_BYTES]), square=_SQUARE.unpack_from(data, at)[0])
+        for at in starts
+    )
 
 
-# The entry of a member comes again with each chunk and bucket of a step, so it is looked at once.
+# What else a member says comes again with each chunk and bucket of a step, so it is looked at once.
 @lru_cache(maxsize=256)
 def _unpack_entry(data: bytes) -> Entry:
-    replica, shard, flags, count, loss = _ENTRY_HEAD.unpack_from(data)
+    replica, shard, _, count, loss = _ENTRY_HEAD.unpack_from(data)
     if count > MAX_ROWS:
         raise ProtocolViolation(f"replica {replica} says {count} contributions; at most {MAX_ROWS} are allowed")
     rows: list[Contribution] = []
@@ -84,7 +95,7 @@ def _unpack_entry(data: bytes) -> Entry:
         rows.append(Contribution(replica, weight, shard, index, loss, units, part))
     if wrong := impossible(rows):
         raise ProtocolViolation(f"replica {replica} says {wrong}")
-    return Entry(replica, tuple(rows), bool(flags))
+    return Entry(replica, tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)

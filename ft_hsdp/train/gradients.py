@@ -32,7 +32,7 @@ from ft_hsdp.ftar.pieces import pieced
 from ft_hsdp.state.pacing import SpanMeter
 from ft_hsdp.train.device import Summarize, finish, on_host, written
 from ft_hsdp.train.lanes import GradientLanes, LanePlan
-from ft_hsdp.train.votes import Looked, lane_votes, look, usable
+from ft_hsdp.train.votes import Looked, lane_votes, look, square_of, squares
 
 CPU = torch.device("cpu")
 
@@ -58,14 +58,14 @@ class Local:
     contributions: tuple[Contribution, ...]  # what is in it, with this rank's weights
     # Both are to be called when it is complete.
     loss: Callable[[], float]
-    usable: Callable[[], bool]  # if not, it does not count, and the vote says so
+    square: Callable[[], float]  # the sum of its squares; if it is not finite, the gradient does not count
     after: torch.cuda.Event | None  # when it is complete; None: it is
 
     def entry(self, replica: int) -> Entry:
         """Return what all members are told of it. The engine asks when the data plane has read some of it."""
         loss = self.loss()
         said = tuple(replace(each, loss=loss) for each in self.contributions)
-        return Entry(replica, said, not self.usable())
+        return Entry(replica, said, self.square())
 
 
 @dataclass(eq=False)
@@ -145,9 +145,9 @@ class Reducer:
         before = self._locals.get(bucket)
         if before is not None:
             flat = before[-1].flat + flat  # not in place: an attempt may read what was here
-        judge = usable(flat)
+        square = square_of(flat)
         with self._lock:
-            self._locals.setdefault(bucket, []).append(Local(flat, contributions, loss, judge, written(flat)))
+            self._locals.setdefault(bucket, []).append(Local(flat, contributions, loss, square, written(flat)))
             self._time()
             self._pump()
 
@@ -316,9 +316,10 @@ class Reducer:
         plan.scatter([(each.bucket, each.lane, summed.out) for each, summed in results], out)
         sent = sum(summed.bytes_sent for _, summed in results)
         self.traffic = Traffic(sent, ended - self._began, ended, self._held_up)
-        poisoned = tuple(sorted({e.replica for each, _ in results for e in each.entries if e.poisoned}))
-        sums = lane_votes(plan, (each for each, _ in results), self.checked(order.prev, plan))
-        vote = Vote.on(self._rank, fence, sums, poisoned)
+        looked = [each for each, _ in results]
+        poisoned = tuple(sorted({e.replica for each in looked for e in each.entries if e.poisoned}))
+        sums = lane_votes(plan, looked, self.checked(order.prev, plan))
+        vote = Vote.on(self._rank, fence, sums, poisoned, squares(plan, looked, poisoned))
         with self._lock:
             if self._using == fence:  # only now: this thread, too, has used the memory until here
                 self._using = None

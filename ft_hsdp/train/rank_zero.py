@@ -225,5 +225,6 @@ def leader_settings(config: Config, ranks: int, *, restarted: bool) -> LeaderSet
         write_again_s=timeouts.checkpoint_again_s,
         checkpoint_s=config.checkpoint_s,
         ranks_per_unit=config.ranks_per_unit,
+        norm_mads=config.train.norm_mads,
         nominal=config.data_ranks,
     )

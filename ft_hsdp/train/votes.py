@@ -7,6 +7,8 @@ both (`ftar_kernels.summary`), and the numbers are fetched when the vote is made
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +23,7 @@ from ft_hsdp.train.device import Summarize, aside, on_host, told
 from ft_hsdp.train.lanes import LanePart, LanePlan
 from ft_hsdp.train.optimizer.clipping import square_sum
 
-LARGEST = torch.finfo(torch.float32).max
-SURE_NORM = 1e18  # its square is far below LARGEST
+SURE_NORM = 1e18  # its square is far below what fp32 can hold
 
 
 Numbers = tuple[list[str], list[float]]
@@ -94,17 +95,30 @@ def contributions(said_by: Sequence[Sequence[Entry]]) -> tuple[Contribution, ...
     return tuple(said[-1]) if len(alike) == 1 else ()
 
 
-def usable(flat: torch.Tensor) -> Callable[[], bool]:
-    """Return what returns whether a gradient is finite, and so are its squares in fp32, which an optimizer keeps.
+def square_of(flat: torch.Tensor) -> Callable[[], float]:
+    """Return what returns the sum of squares of a gradient: an optimizer keeps them in fp32, so they must fit.
 
     It does not block. What it returns is to be called when the gradient is complete (`device.told`). On a CPU a
     norm in fp32 is enough far below the limit; near it, fp64 decides.
     """
     if flat.is_cuda:
         exact = told(torch.linalg.vector_norm(flat, dtype=torch.float64))
-        return lambda: float(exact) <= LARGEST**0.5
+        return lambda: float(exact) ** 2
     norm = torch.linalg.vector_norm(flat)
-    return lambda: float(norm) < SURE_NORM or float(square_sum(flat)) <= LARGEST
+    return lambda: float(norm) ** 2 if float(norm) < SURE_NORM else float(square_sum(flat))
+
+
+def squares(plan: LanePlan, looked: Iterable[Looked], poisoned: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    """Return the sum of squares of each replica's part of this rank's gradient; () if that is cut into lanes.
+
+    What is no gradient does not count, and who is ``poisoned`` has none.
+    """
+    found: dict[int, list[float]] = defaultdict(list)
+    for each in looked:
+        if not plan.cut and any(plan.lanes[each.lane].parts[each.bucket].counted):
+            for entry in each.entries:
+                found[entry.replica].append(entry.square)
+    return tuple((r, math.fsum(found[r])) for r in sorted(found) if r not in poisoned)  # in any order of buckets
 
 
 def checksum(tensor: torch.Tensor) -> str:

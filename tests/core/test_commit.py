@@ -18,6 +18,7 @@ from ft_hsdp.core.commit import (
     VoteTally,
     impossible,
     lr_scale,
+    outliers,
     void,
 )
 from ft_hsdp.core.ledger import MAX_UNIT, Ledger
@@ -155,6 +156,48 @@ def test_a_poisoned_step_has_a_name_of_its_own_and_a_norm_that_can_be_written_do
     assert record.ledger(Ledger((7, 9, 5))) == Ledger((8, 9, 6))
     assert record.state_id != replace(record, poisoned=()).state_id
     assert replace(record, contributions=(ALL[0], replace(ALL[1], loss=math.nan))).loss == ALL[0].loss
+
+
+@pytest.mark.parametrize(
+    ("norms", "expected"),
+    [
+        ((1.0, 99.0), ()),  # of two it is not known who is right
+        ((1.0, 1.01, 1.5), ()),  # a deviation counts as a tenth of the median at least
+        ((1.0, 1.01, 1.7), (2,)),
+        ((1.0, 0.0, 0.9), (1,)),
+        ((1.0, 1.4, 1.7, 3.6), ()),  # they differ anyway
+        ((1.0, 1.4, 1.7, 3.9), (3,)),
+        ((1.0, 1.0, 9.0, 9.0), ()),
+        ((1.0, 9.0, 1.0, 9.0, 1.0), (1, 3)),
+        ((0.0, 0.0, 1.0), ()),  # no measure of far
+    ],
+)
+def test_a_norm_that_is_far_from_those_of_the_others_is_an_outlier(norms, expected) -> None:
+    assert outliers(dict(enumerate(norms)), 6.0) == expected
+
+
+def test_an_outlier_counts_as_poisoned_in_the_first_attempt() -> None:
+    rows = tuple(Contribution(r, 1 + r, r, 5) for r in range(4))
+    fence = replace(FENCE, attempt=0)
+    squares = tuple((r, (1 + r) ** 2 / 2 * (400 if r == 1 else 1)) for r in range(4))  # of one of two ranks
+
+    def record(at: AttemptId, mads: float | None, poisoned: tuple[int, ...] = (), known: int = 4) -> CommitRecord:
+        tally = VoteTally(at, 2)
+        for rank in range(2):
+            said = squares[:known]
+            tally = tally.add(vote(rank, at, contributions=rows, poisoned=poisoned, squares=said))
+        found = tally.record("prev", (0, 1, 2, 3), 4, 4, "none", 4096, mads=mads)
+        assert found is not None
+        return found
+
+    held = record(fence, 6.0)
+    assert (held.poisoned, held.outliers, held.norm) == ((1,), (1,), 0.0)
+    assert "replicas [1] is far" in held.fault
+    both = record(fence, 6.0, (3,))
+    assert (both.poisoned, both.outliers) == ((1, 3), (1,))
+    assert "[3] is not finite and" in both.fault
+    for none in (record(fence, None), record(FENCE, 6.0), record(fence, 6.0, known=0), record(fence, 30.0 * 10)):
+        assert (none.poisoned, none.fault) == ((), "")
 
 
 def test_a_loss_without_weight_does_not_count() -> None:

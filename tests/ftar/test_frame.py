@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ LEFT = Framing(KEY, PLAN, operations(0, 3), 4, 0)
 
 def test_an_entry_survives_the_wire() -> None:
     entries = [
-        Entry(0, (Contribution(0, 1, 0, 2**40, 1.25),), poisoned=True),
+        Entry(0, (Contribution(0, 1, 0, 2**40, 1.25),), math.inf),
         Entry(65535),
         Entry(
             1, tuple(Contribution(1, 2**52, 65535, 2**61 + n * 2**32, 0.1, 2**31, n // 4) for n in range(MAX_ROWS))
@@ -26,11 +27,13 @@ def test_an_entry_survives_the_wire() -> None:
     assert frame.unpack_entries(b"".join(e.pack() for e in entries)) == tuple(entries)
     assert {len(e.pack()) for e in entries} == {ENTRY_BYTES}
     assert [e.weight for e in entries] == [1, 0, MAX_ROWS * 2**52]
+    assert not any(Entry(0, (), square).poisoned for square in (0.0, 3.4e38))
+    assert all(Entry(0, (), square).poisoned for square in (3.5e38, math.nan, -1.0))
 
 
 def test_an_entry_with_too_many_contributions_is_refused() -> None:
     data = bytearray(Entry(1, (Contribution(1, 1, 0, 0),)).pack())
-    data[6:8] = (MAX_ROWS + 1).to_bytes(2, "big")
+    data[14:16] = (MAX_ROWS + 1).to_bytes(2, "big")
     with pytest.raises(ProtocolViolation, match=f"says {MAX_ROWS + 1} contributions; at most {MAX_ROWS} are"):
         frame.unpack_entries(bytes(data))
     with pytest.raises(ValueError, match=f"{MAX_ROWS + 1} contributions do not fit into an entry of {MAX_ROWS}"):

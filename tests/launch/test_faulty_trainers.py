@@ -28,12 +28,6 @@ def lives(run: RunDir) -> dict[int, int]:
     return {int(r): s["incarnations"] for r, s in summary_of(run)["replicas"].items()}
 
 
-def poisoned(folder: Path, **settings: Any) -> RunDir:
-    """A job of two replicas; the gradient of one batch is never finite."""
-    entry = "tests.support.launch.faulty_trainer:poisoned"
-    return train(folder, entry, replicas=2, ranks_per_replica=1, optim={"clip": None}, **settings)
-
-
 def one_state(run: RunDir) -> bool:
     return len({s["digest"] for s in summary_of(run)["replicas"].values()}) == 1
 
@@ -86,17 +80,26 @@ def test_a_rank_without_descriptors_is_replaced_and_no_healthy_one_is_left_out(t
     assert "RLIMIT_NOFILE" in exited[0]["reason"]
 
 
-def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
-    """It is left out of some steps first."""
-    run = poisoned(tmp_path, train={"steps": 12})
+@pytest.mark.parametrize(
+    ("replicas", "mads", "why"),
+    [(2, None, "gradient of replicas [1] is not finite"), (3, 8.0, "norm of the gradient of replicas [1] is far")],
+)
+def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path, replicas, mads, why) -> None:
+    """It is left out of some steps first. So is one whose gradient is far larger than that of the others."""
+    entry = "tests.support.launch.faulty_trainer:poisoned"
+    job: dict[str, Any] = {"train": {"steps": 12, "norm_mads": mads}, "optim": {"clip": None}}
+    run = train(tmp_path, entry, replicas=replicas, ranks_per_replica=1, **job)
     assert one_state(run)
     assert set(lives(run).values()) == {1}, "nobody was ended for it"
     batches = summary_of(run)["batches"]
     assert (batches["duplicated"], batches["skipped"], batches["given_up"]) == (0, 0, 1)
     rows = read_jsonl(run.metrics)
-    assert sum(row["contributors"] == [0] for row in rows) == RETRIES
-    assert rows[-1]["contributors"] == [0, 1], "replica 1 has gone on to its next batch"
-    for replica in (0, 1):
+    everybody = list(range(replicas))
+    assert sum(row["contributors"] == [r for r in everybody if r != 1] for row in rows) == RETRIES
+    assert rows[-1]["contributors"] == everybody, "replica 1 has gone on to its next batch"
+    for replica in everybody:
+        again = [e for e in read_jsonl(run.replica_events(replica)) if e["event"] == "StepRetried"]
+        assert [why in e["reason"] for e in again] == [True] * RETRIES
         (event,) = [e for e in read_jsonl(run.replica_events(replica)) if e["event"] == "BatchGivenUp"]
         assert (event["shard"], event["index"]) == POISON
 

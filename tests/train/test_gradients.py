@@ -24,7 +24,7 @@ from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.train import gradients as reducing
 from ft_hsdp.train.gradients import Feeding, Reducer
 from ft_hsdp.train.lanes import GradientLanes, LanePlan, one_lane, wires
-from ft_hsdp.train.votes import checksum, contributions, judged, look, usable
+from ft_hsdp.train.votes import checksum, contributions, judged, look, square_of
 from tests.support.train.meter import Meter
 
 SIZES = (3, 5, 2)
@@ -166,7 +166,7 @@ def test_a_bucket_goes_as_soon_as_it_and_all_before_it_are_there(s: Scene) -> No
         assert op.key == Key(fence.epoch, fence.step, fence.attempt, b, PREV)
         assert op.local is flats[b]
         assert (op.out.shape, op.out.data_ptr() == op.local.data_ptr()) == (op.local.shape, False)
-        assert op.mine == Entry(0, MINE)
+        assert replace(op.mine, square=0.0) == Entry(0, MINE)
 
 
 class Clock:
@@ -376,17 +376,28 @@ def test_a_gradient_that_is_not_finite_is_flagged(s: Scene, bad: float) -> None:
 )
 def test_a_gradient_is_usable_while_its_squares_are_finite_in_fp32(norm: float, expected: bool) -> None:
     """However the norm is computed: in one piece, or as the sum of many small squares."""
-    assert usable(torch.tensor([0.0, norm]))() is expected
     many = torch.full((4096,), norm / 64)
-    assert usable(many)() is expected
+    for flat in (torch.tensor([0.0, norm]), many):
+        square = square_of(flat)()
+        assert Entry(0, (), square).poisoned is not expected
+        assert square == pytest.approx(norm**2) or not expected
     assert not expected or bool(torch.isfinite(many * many).all())
 
 
 def test_the_poison_of_others_is_in_the_vote(s: Scene) -> None:
     s.fed()
     s.end(0, 2)
-    s.group.ops[2].end(replace(OTHER, poisoned=True), Entry(4, (Contribution(4, 1, 4, 0),), poisoned=True))
+    s.group.ops[2].end(replace(OTHER, square=math.nan), Entry(4, (Contribution(4, 1, 4, 0),), math.inf))
     assert s.votes[0].poisoned == (1, 4)
+
+
+def test_a_vote_says_the_squares_of_all_gradients_that_are_finite(s: Scene) -> None:
+    s.fed()
+    s.end(2)
+    s.group.ops[1].end(replace(OTHER, square=2.0), replace(OTHER, replica=2, square=math.nan), Entry(3))
+    s.group.ops[0].end(replace(OTHER, square=0.5), replace(OTHER, replica=2, square=1.0), Entry(3))
+    mine = sum(float((op.local**2).sum()) for op in s.group.ops if op.local is not None)
+    assert s.votes[0].squares == ((0, pytest.approx(mine)), (1, 2.5), (3, 0.0))
 
 
 def test_a_work_that_is_done_before_its_callback_is_set() -> None:

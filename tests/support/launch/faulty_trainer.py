@@ -28,13 +28,13 @@ Fault = Callable[[int, int], None]  # what happens, by replica and number of the
 
 
 class Data:
-    """Ones; of the batch POISON no gradient is finite, if it is asked for."""
+    """Ones; the batch POISON has another value."""
 
-    def __init__(self, poisoned: bool) -> None:
-        self._poisoned = poisoned
+    def __init__(self, odd: float = 1.0) -> None:
+        self._odd = odd
 
     def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> Tensor:
-        return torch.full((1,), float("inf") if self._poisoned and (shard, index) == POISON else 1.0)
+        return torch.full((1,), self._odd if (shard, index) == POISON else 1.0)
 
 
 def full(config: Config, replica: IncarnationSource, run: Path) -> int:
@@ -72,8 +72,9 @@ def lone(config: Config, replica: IncarnationSource, run: Path) -> int:
 
 
 def poisoned(config: Config, replica: IncarnationSource, run: Path) -> int:
-    """One of the batches never has a finite gradient."""
-    return _train(config, replica, run, lambda *_: None, Data(poisoned=True))
+    """One of the batches never has a finite gradient, or one of a size like that of the others."""
+    odd = float("inf") if config.train.norm_mads is None else 1000.0
+    return _train(config, replica, run, lambda *_: None, Data(odd))
 
 
 def unweighed(config: Config, replica: IncarnationSource, run: Path) -> int:
@@ -95,7 +96,7 @@ def _train(config: Config, replica: IncarnationSource, run: Path, fault: Fault, 
         model = job.shard(Waiting(2, 256, 0.02))
         optim = job.optimizer(build_optimizer(config, list(model.parameters())))
         job.warm_up(lambda: model(None).backward())
-        for number, batch in enumerate(job.batches(data or Data(poisoned=False))):
+        for number, batch in enumerate(job.batches(data or Data())):
             fault(job.replica, number)
             (model(batch) * batch[0]).backward()
             optim.step()
