@@ -17,7 +17,6 @@ import pytest
 
 from ft_hsdp.launch.run.directory import RunDir
 from tests.support.scenarios.scenario_job import DEADLINE_S, SMALL, Job, own_disk
-from tests.support.started_job import check
 from tests.support.torchrun_job import TorchrunJob
 from tests.support.warm import COLD
 
@@ -231,7 +230,9 @@ def test_no_step_waits_and_nobody_is_suspected(tmp_path: Path) -> None:
         job.more(1)
         job.process.send_signal(signal.SIGTERM)
         summary = job.end(143)
-        check(summary, summary["steps"])
+        # Each leaves at the commit after the signal has reached it, which may be one step apart.
+        assert {each["step"] for each in summary["replicas"].values()} <= {summary["steps"], summary["steps"] - 1}
+        assert (summary["batches"]["duplicated"], summary["batches"]["skipped"]) == (0, 0)
         exits = [e for e in job.events("ReplicaExited") if e["kind"] not in ("done", "left")]
         assert not exits, exits
         assert not job.events("LighthouseExited"), "the lighthouse was restarted"
