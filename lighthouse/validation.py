@@ -342,7 +342,8 @@ def _record(name: str, record: CommitRecord, epochs: int, steps: int, replicas: 
     _hash(f"{name}.prev", record.prev)
     _ids(f"{name}.ring", record.ring, replicas)
     _within(f"{name}.total", record.total, replicas + 1)
-    _ids(f"{name}.poisoned", record.poisoned, replicas)
+    for ids in ("poisoned", "outliers"):
+        _ids(f"{name}.{ids}", getattr(record, ids), replicas)
     _within(f"{name}.contributions", len(record.contributions), (replicas + 1) * MAX_ROWS)
     if wrong := record.impossible(shared):
         raise ProtocolViolation(f"{name}.contributions: {wrong}")
