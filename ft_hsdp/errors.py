@@ -158,7 +158,8 @@ def exhausted(error: BaseException) -> LocalResourceError | None:
         if isinstance(each, MemoryError):
             return LocalResourceError(f"this process has no memory left ({_RESOURCES[errno.ENOMEM]()})")
         if isinstance(each, RuntimeError) and "can't start new thread" in str(each):
-            return LocalResourceError(f"this process cannot start a thread ({_threads()})")
+            limit = f"RLIMIT_NPROC has {_limit(resource.RLIMIT_NPROC)}; a cgroup may have a lower pids.max"
+            return LocalResourceError(f"this process cannot start a thread ({limit})")
         if isinstance(each, OSError) and each.errno in _RESOURCES:
             text = errno.errorcode[each.errno]
             return LocalResourceError(
@@ -184,10 +185,6 @@ def _limit(which: int) -> str:
     soft, hard = resource.getrlimit(which)
     named = ["unlimited" if each == resource.RLIM_INFINITY else str(each) for each in (soft, hard)]
     return f"soft limit {named[0]}, hard limit {named[1]}"
-
-
-def _threads() -> str:
-    return f"RLIMIT_NPROC has {_limit(resource.RLIMIT_NPROC)}; a cgroup may have a lower pids.max"
 
 
 _RESOURCES: dict[int, Callable[[], str]] = {

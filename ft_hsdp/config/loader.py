@@ -176,7 +176,8 @@ def agreed(config: Config) -> dict[str, str]:
             include={"catchup_log_bytes", "batch", "refill", "allowed", "max_accumulate"}
         ),
         "checkpoint": {"every": config.checkpoint.every, "dir": config.checkpoint.dir and "given"},
-        "ftar": config.ftar.model_dump(include={"chunk_bytes"}) | _narrow(config),
+        "ftar": config.ftar.model_dump(include={"chunk_bytes"})
+        | config.ftar.model_dump(include={"dtype"}, exclude_defaults=True),
         "memory": config.memory.model_dump(exclude={"wait_s"}),  # each rank computes from it which copies are made
     }
     flat = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
@@ -186,10 +187,6 @@ def agreed(config: Config) -> dict[str, str]:
     if config.entry is not None:
         flat |= {ENTRY: f"{title(config.entry)} {config.entry_digest}", "args": config.args}
     return {key: _short(_canonical(value)) for key, value in sorted(flat.items())}
-
-
-def _narrow(config: Config) -> dict[str, Any]:
-    return {} if config.ftar.dtype == "float32" else {"dtype": config.ftar.dtype}
 
 
 def config_hash(config: Config) -> str:

@@ -280,7 +280,8 @@ class Leader:
         if tally is None or tally.fence != fence or not tally.votes:
             return
         late = sorted(set(range(self._settings.ranks)) - {vote.rank for vote in tally.votes})
-        self._bus.end(f"ranks {late} have not voted on {_named(fence)} within {waited_s:g} s", EXIT_RETRYABLE)
+        step = f"step {fence.step} of epoch {fence.epoch}"
+        self._bus.end(f"ranks {late} have not voted on {step} within {waited_s:g} s", EXIT_RETRYABLE)
 
     def _release(self, reduced: events.Reduced) -> None:
         """Count the vote that was held back for a fetch.
@@ -347,10 +348,6 @@ def _record_lost(replica: Replica, event: events.Event) -> Replica:
     if in_doubt and fault_injection.hit("record-lost", replica.fence.step):
         return replace(replica, forwarded=False, record=None)
     return replica
-
-
-def _named(fence: AttemptId) -> str:
-    return f"step {fence.step} of epoch {fence.epoch}"
 
 
 def initial(

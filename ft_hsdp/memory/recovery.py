@@ -17,7 +17,7 @@ the next source of the same state is used, then an older state, and with None th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal, get_args
 
 from ft_hsdp.core import state_id
@@ -95,7 +95,7 @@ def newest(
         return None
     # Two states of one epoch and step exist only if memory was corrupted; the name decides the same way
     # everywhere.
-    state, ranks = max(whole, key=lambda each: (*_age(each[0]), each[1] == own, each[1]))
+    state, ranks = max(whole, key=lambda each: (*astuple(each[0]), each[1] == own, each[1]))
     shards = found[state, ranks]
     sources = (
         tuple(
@@ -129,10 +129,6 @@ class Gathering:
             seen.add(rank)
             last = last or len(seen) == ranks
         return last
-
-
-def _age(state: StateId) -> tuple[int, int, str]:
-    return state.commit_epoch, state.step, state.lineage
 
 
 def rung(used: Iterable[Iterable[Holding]], replica: int, hosts: Sequence[str]) -> Rung:

@@ -116,7 +116,7 @@ def files(subject: Subject) -> str:
     need = 128 + FDS_PER_REPLICA * subject.config.slots
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= need:
-        return f"{_shown(soft)} open files are allowed per process"
+        return f"{'any number of' if soft == resource.RLIM_INFINITY else soft} open files are allowed per process"
     do = f"run `ulimit -n {need}`"
     if hard != resource.RLIM_INFINITY and hard < need:
         do = f"raise the hard limit of {hard}: LimitNOFILE of systemd, docker run --ulimit nofile={need}"
@@ -181,10 +181,6 @@ def domains(subject: Subject) -> str:
     found = f"{where}, says {source}; " if source else ""
     which = f"{' and '.join(unknown)} of {where.name} {'is' if unknown[1:] == [] else 'are'} not known"
     return f"{found}the {which}, so it counts as one of its own; hosts.labels or {DOMAINS_VARIABLE} can say it"
-
-
-def _shown(limit: int) -> str:
-    return "any number of" if limit == resource.RLIM_INFINITY else str(limit)
 
 
 BASE_BYTES = 300 * 2**20  # lighthouse, its spare process, the supervisor and the fork server, measured

@@ -73,7 +73,8 @@ def _ask(job: str | None) -> tuple[Status, list[str]]:
     try:
         actor = cast(Any, ray.get_actor(actor_name(job), namespace=NAMESPACE))
     except ValueError:
-        raise LighthouseUnreachable(f"no job {job} runs on this cluster{_instead(_jobs())}") from None
+        there = f" (there is {', '.join(jobs)})" if (jobs := _jobs()) else ""
+        raise LighthouseUnreachable(f"no job {job} runs on this cluster{there}") from None
     try:
         answer = cast(tuple[Status, list[str]], ray.get(actor.status.remote(), timeout=ANSWER_S))
     except RayError as error:
@@ -95,10 +96,6 @@ def _only(jobs: list[str]) -> str:
     if not jobs:
         raise LighthouseUnreachable("no job runs on this cluster")
     return jobs[0]
-
-
-def _instead(jobs: list[str]) -> str:
-    return f" (there is {', '.join(jobs)})" if jobs else ""
 
 
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # time between SIGTERM and SIGKILL to a job's driver; Ray's default is 3

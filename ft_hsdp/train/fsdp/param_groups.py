@@ -108,7 +108,8 @@ class ParamGroup:
             return
 
         def counted(args: Any, kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and not _in_backward():  # recomputation registers again, without effect
+            # In backward, recomputation registers again, without effect.
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 self._watch(used)
                 given = register(args, kwargs)
                 if given[0] is not args or given[1] is not kwargs:
@@ -121,10 +122,6 @@ class ParamGroup:
 
 def _first(called: Callable[[int], None], value: int, _: torch.Tensor) -> None:
     called(value)
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
