@@ -21,7 +21,7 @@ from typing import Any
 FIRST = 0.1  # of the time between two failures, the part before the first one
 END = 0.95  # of the steps: all replicas are there after that
 LAST = 3  # evaluations at the end, whose mean counts
-# Two-sided 95 % of Student's t, by degrees of freedom from 1.
+# Two-sided 95 % of Student's t, by degrees of freedom from 1; the last one is a bound for more.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 Point = tuple[int, int, float]  # step, units so far, evaluation loss
@@ -220,9 +220,14 @@ def differences(found: Sequence[VariantResult]) -> list[Difference]:
         pairs = [(e, of[than, e.seed]) for (n, _), e in of.items() if n == name and (than, e.seed) in of]
         apart = [a.gap - b.gap for a, b in pairs]
         if apart:
-            half = T95[len(apart) - 2] * stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else math.inf
-            result.append(Difference(name, than, fmean(apart), half, len(apart)))
+            result.append(Difference(name, than, fmean(apart), _half(apart), len(apart)))
     return result
+
+
+def _half(values: Sequence[float]) -> float:
+    """Return half of the 95 % confidence interval of a mean."""
+    count = len(values)
+    return T95[min(count - 1, len(T95)) - 1] * stdev(values) / math.sqrt(count) if count > 1 else math.inf
 
 
 def table(found: Sequence[VariantResult]) -> list[str]:

@@ -22,10 +22,11 @@ import ft_hsdp
 from ft_hsdp.analysis import outliers
 from ft_hsdp.config import Config, config_hash, dump, load, parse
 from ft_hsdp.config.entry import stamped
-from ft_hsdp.errors import EXIT_CONFIG, ConfigError, Retryable
+from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.backend import entry
 from ft_hsdp.launch.backend.processes import tied
 from ft_hsdp.launch.run.replay import free_ports, place, run_ranks
+from ft_hsdp.lifetime import leave
 from ft_hsdp.train.device import describe
 from ft_hsdp.train.identity import host_name
 from ft_hsdp.train.replay.trial import Trial
@@ -80,10 +81,8 @@ def _pass(config: Config, folder: Path, number: int, steps: int, count: int) -> 
     ports = free_ports(count // ranks)
     places = {f"rank {slot}": place(slot % ranks, slot, ranks, ports[slot // ranks]) for slot in range(count)}
     failed = run_ranks(tied(__name__, str(folder), str(steps), str(number)), folder, places)
-    if failed is not None and failed.code == EXIT_CONFIG:
-        raise ConfigError("CONFIG", config.job.name, f"a job that can be trained here ({failed.text})")
     if failed is not None:
-        raise Retryable(f"{failed.text} (exit code {failed.code}, pass {number + 1} of {PASSES})")
+        raise failed.error(config.job.name)
     try:
         return [json.loads(_outcome(folder, number, slot).read_bytes()) for slot in range(count)]
     except FileNotFoundError:
@@ -128,8 +127,4 @@ def main(folder: Path, steps: int, number: int) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
-    ended = main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(ended)  # as a rank of a run ends
+    leave(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -24,9 +24,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, astuple, dataclass, fields
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, model_validator
 
 import ft_hsdp
 from ft_hsdp.analysis.studies import (
@@ -38,23 +38,26 @@ from ft_hsdp.analysis.studies import (
     variant_name,
 )
 from ft_hsdp.config import Config, dump, load, parse
-from ft_hsdp.config.base import Int, PathText, Section
+from ft_hsdp.config.base import Int, PathText, Section, refuse
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.config.loader import load_as
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import Places, size
-from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch.backend import entry
 from ft_hsdp.launch.backend.processes import tied
 from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl
 from ft_hsdp.launch.run.recorder import commits_of
 from ft_hsdp.launch.run.replay import free_ports, place, run_ranks
+from ft_hsdp.lifetime import leave
 from ft_hsdp.train.replay.planned import PlannedSteps, Variant
 from lighthouse.quorum.units import apportion
 from lighthouse.runtime import policy
 
+VARIED = (("train", "precision"), ("train", "seed"), ("lr", "intervention"), ("quorum", "batch"))
+PLAN = TypeAdapter(tuple[PlannedSteps, ...])
 LOOK_S = 2.0  # between two looks at how far the variants are
 
 
@@ -70,6 +73,13 @@ class VariantsConfig(Section):
     precision: tuple[Literal["float32", "bfloat16"], ...] = Field(("float32",), description="train.precision")
     seeds: tuple[Int, ...] = Field((1,), description="train.seed")
     like: PathText | None = Field(None, description="the folder of a run; its memberships instead of failures")
+
+    @model_validator(mode="after")
+    def _one_history(self) -> Self:
+        made_up = self.model_fields_set & {"failures", "steps", "lost"}
+        if self.like is not None and made_up:
+            raise refuse("like", self.like, f"nothing beside {', '.join(sorted(made_up))}: one history")
+        return self
 
 
 class StudyConfig(Section):
@@ -96,14 +106,14 @@ class Cell:
         return self.result.with_suffix("")
 
     @property
-    def plan(self) -> list[PlannedSteps]:
+    def plan(self) -> tuple[PlannedSteps, ...]:
         return plan(self.config, self.history)
 
     @property
     def key(self) -> str:
         """What its results depend on, as a hash. The default of a key that a later version adds is not in it."""
         config = stamped(self.config).model_dump(mode="json", exclude_defaults=True)
-        what = [ft_hsdp.__version__, config, [asdict(each) for each in self.plan]]
+        what = [ft_hsdp.__version__, config, PLAN.dump_python(self.plan, mode="json")]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -119,9 +129,8 @@ def cells(study: StudyConfig) -> list[Cell]:
         for count, length, lost, precision, rate, seed in product(*axes):
             config = _config(study.job, precision, rate, seed)
             if each.like is not None:
-                run = RunDir(Path(each.like))
-                history = observed(commits_of(run))
-                name = f"like_{run.name}_{rate}"
+                history = _like(f"variants.{number}.like", each.like, config)
+                name = f"like_{Path(each.like).name}_{rate}"
             else:
                 name = variant_name(count, precision, length, lost, rate)
                 try:
@@ -129,14 +138,31 @@ def cells(study: StudyConfig) -> list[Cell]:
                 except ValueError as error:
                     raise ConfigError(f"variants.{number}", name, f"failures that fit: {error}") from None
                 history = memberships(away, config.replicas)
-            if not history:
-                raise ConfigError(f"variants.{number}.like", str(each.like), "the folder of a run with commits")
             result = Path(study.dir) / f"{name}-seed{seed}.json"
             found.setdefault(result, Cell(name, seed, config, history, result))
     return [*found.values()]
 
 
+def _like(key: str, folder: str, config: Config) -> tuple[RingPeriod, ...]:
+    """Return the history of a run, which has to be one that the steps of a study can have.
+
+    Raises:
+        ConfigError: On ``key``, if it is not.
+    """
+    rows = commits_of(RunDir(Path(folder)))
+    odd = ("ring_widths", "poisoned", "spoiled")
+    strange = any(row["total"] != config.replicas or any(row.get(name) for name in odd) for row in rows)
+    if strange or not rows or rows[0]["step"] != 1:
+        what = f"the folder of a run from step 1 on, of {config.replicas} replicas with all their ranks"
+        raise ConfigError(key, folder, f"{what}, in which each gradient was finite")
+    return observed(rows)
+
+
 def _config(job: dict[str, Any], precision: str, rate: str, seed: int) -> Config:
+    for section, key in VARIED:
+        value = job.get(section)
+        if isinstance(value, dict) and key in value:
+            raise ConfigError(f"job.{section}.{key}", value[key], "nothing here: `variants` says it")
     constant = rate == "constant_batch"
     overrides = [
         f"--train.precision={precision}",
@@ -147,12 +173,14 @@ def _config(job: dict[str, Any], precision: str, rate: str, seed: int) -> Config
     config = parse(job, overrides)
     if config.train.device != "cpu":
         raise ConfigError("job.train.device", config.train.device, "cpu: a GPU sums in another order")
-    if config.spares or config.chaos or config.memory.shrink_to is not None:
-        raise ConfigError("job", "spares, chaos or memory.shrink_to", "none of them: `variants` says what is lost")
+    other = config.spares or config.chaos or config.memory.shrink_to is not None
+    if other or config.train.norm_mads is not None:
+        keys = "spares, chaos, memory.shrink_to or train.norm_mads"
+        raise ConfigError("job", keys, "none of them: `variants` says who adds to a step")
     return config
 
 
-def plan(config: Config, history: Sequence[RingPeriod]) -> list[PlannedSteps]:
+def plan(config: Config, history: Sequence[RingPeriod]) -> tuple[PlannedSteps, ...]:
     """Return the steps of a job with such memberships, with the places that the lighthouse deals.
 
     Args:
@@ -178,7 +206,7 @@ def plan(config: Config, history: Sequence[RingPeriod]) -> list[PlannedSteps]:
                 found.append(PlannedSteps(first, last, epoch, grant.ring, parts, grant.units))
             trained = {}
         before = grant
-    return found
+    return tuple(found)
 
 
 def _parts(trained: Places, due: Places) -> tuple[Places, ...]:
@@ -268,13 +296,13 @@ def _train(cell: Cell, stop: threading.Event) -> None:
     shutil.rmtree(cell.folder, ignore_errors=True)
     cell.folder.mkdir(parents=True)
     (cell.folder / "config.yaml").write_text(dump(cell.config))
-    Variant.write(cell.folder / "plan.json", cell.plan)
+    (cell.folder / "plan.json").write_bytes(PLAN.dump_json(cell.plan))
     ranks, (port,) = cell.config.ranks_per_replica, free_ports(1)
     places = {f"rank-{rank}.log": place(rank, rank, ranks, port) for rank in range(ranks)}
     began = time.monotonic()
     failed = run_ranks(tied(__name__, str(cell.folder)), cell.folder, places, stop)
     if failed is not None:
-        raise Retryable(f"{cell.name}: {failed.text} (exit code {failed.code})")
+        raise failed.error(cell.name)
     rows = read_jsonl(cell.folder / "steps.jsonl")
     replace_json(
         cell.result,
@@ -313,13 +341,10 @@ def read(path: Path) -> StudyConfig:
 
 def main(folder: Path) -> int:
     """Run one rank; return its exit code."""
-    variant = Variant.read(folder / "plan.json", folder / "steps.jsonl", folder / "found.json")
+    steps = PLAN.validate_json((folder / "plan.json").read_bytes())
+    variant = Variant(steps, folder / "steps.jsonl", folder / "found.json")
     return entry.main(load(folder / "config.yaml"), 0, folder, variant)
 
 
 if __name__ == "__main__":
-    os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
-    ended = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(ended)  # as a rank of a run ends
+    leave(main(Path(sys.argv[1])))

@@ -100,6 +100,14 @@ def test_rates_are_compared_seed_by_seed() -> None:
     assert studies.document(found)["differences"][-1]["half"] is None
 
 
+def test_more_seeds_than_the_table_of_quantiles_has() -> None:
+    name = "d1x_fp32_for20_1reps_"
+    whole = [result("fp32_fault_free", seed, 0.0) for seed in range(12)]
+    ends = [result(name + rate, seed, 0.01 * (seed % 2)) for rate in ("lr_none", "lr_sqrt") for seed in range(12)]
+    (found,) = studies.differences(studies.judge([*whole, *ends]))
+    assert (found.seeds, found.mean, found.half) == (12, 0.0, 0.0)
+
+
 def test_variants_without_a_reference_are_left_out() -> None:
     other = result("d1x_bf16_for20_1reps_lr_none", 1, 0.0)
     assert [each.name for each in studies.judge([*WHOLE, other])] == ["fp32_fault_free"] * 3

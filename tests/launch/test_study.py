@@ -85,6 +85,8 @@ def test_the_studies_in_the_docs_can_be_trained(name: str, count: int, monkeypat
         ({"job": {"trains": 3}}, "trains"),
         ({"job": TINY | {"train": {"device": "cuda"}}}, "job.train.device"),
         ({"job": TINY | {"spares": 1}}, "job"),
+        ({"job": TINY | {"lr": {"intervention": "sqrt"}}}, "job.lr.intervention"),
+        ({"variants": [{"like": "runs/none", "lost": [1]}]}, "variants.0.like"),
     ],
 )
 def test_a_study_that_cannot_be_trained_is_refused_in_one_line(
@@ -117,8 +119,9 @@ def test_a_study_with_the_memberships_of_a_real_run_has_its_bits(
         digests = {replica["digest"] for replica in job.end()["replicas"].values()}
         dumped = yaml.safe_load((job.run / "config.yaml").read_text())
     of_job = dumped | {"chaos": []}
-    precision = of_job["train"]["precision"]
-    like = {"like": str(job.run), "rate": [rate], "precision": [precision], "seeds": [of_job["train"]["seed"]]}
+    precision, seed = of_job["train"].pop("precision"), of_job["train"].pop("seed")
+    del of_job["lr"]["intervention"], of_job["quorum"]["batch"]
+    like = {"like": str(job.run), "rate": [rate], "precision": [precision], "seeds": [seed]}
     wanted = study.StudyConfig.model_validate({"dir": str(tmp_path / "found"), "job": of_job, "variants": [like]})
     (cell,) = study.run(wanted, None, lambda _: None)
     assert len(cell.history) >= 5, "there were not enough failures"

@@ -30,11 +30,12 @@ from pathlib import Path
 from ft_hsdp import secret
 from ft_hsdp.analysis.commits import counted, newest_final
 from ft_hsdp.config import Config, load
-from ft_hsdp.errors import ConfigError
+from ft_hsdp.errors import EXIT_CONFIG, ConfigError, FtHsdpError, Retryable
 from ft_hsdp.launch.backend import entry
 from ft_hsdp.launch.backend.processes import environment, free_port, last_line, tied
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 from ft_hsdp.launch.run.recorder import commits_of, finals_of
+from ft_hsdp.lifetime import leave
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.checkpoint import catalog
 from ft_hsdp.state.checkpoint.catalog import UNSIGNED
@@ -171,6 +172,12 @@ class RankFailed:
     text: str  # the rank's name, and the last line of its log
     code: int  # its exit code; below 0: minus the signal that ended it
 
+    def error(self, name: str) -> FtHsdpError:
+        """Return the error of a job of this name that cannot be trained here, or that was cut off."""
+        if self.code == EXIT_CONFIG:
+            return ConfigError("job", name, f"one that can be trained here ({self.text})")
+        return Retryable(f"{name}: {self.text} (exit code {self.code})")
+
 
 def free_ports(count: int) -> list[int]:
     ports: set[int] = set()
@@ -201,6 +208,7 @@ def run_ranks(
         The first rank that has failed, which ends the others; None: all have ended well.
     """
     shared = {**environment(), TOKEN_VARIABLE: secrets.token_hex(16), "MASTER_ADDR": "127.0.0.1"}
+    shared.pop("TORCHELASTIC_RESTART_COUNT", None)  # of this process, if torchrun has started it
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for name, own in places.items():
@@ -274,9 +282,5 @@ def main(run: RunDir, folder: Path, first: int, last: int) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
-    ended = main(RunDir(Path(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
-    sys.stdout.flush()
-    sys.stderr.flush()
     # As a rank of a run ends. The end of the interpreter aborts the process if a thread is inside torch then.
-    os._exit(ended)
+    leave(main(RunDir(Path(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -21,7 +21,7 @@ from ft_hsdp.core.commit import CommitRecord, lr_scale
 from ft_hsdp.core.effects import Exit
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import Places
-from ft_hsdp.errors import EXIT_OK
+from ft_hsdp.errors import EXIT_OK, ConfigError
 from ft_hsdp.jsonl import replace_json
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.data.prefetch import Reader
@@ -29,8 +29,6 @@ from ft_hsdp.train.identity import RankPlace
 from ft_hsdp.train.orders import ApplyOrder, Order
 from ft_hsdp.train.replay.job import Recorded, ReplayJob, Script
 from ft_hsdp.train.step_driver import StepDriver
-
-SHOWN_STEPS = 10  # of which the rows are written at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +51,6 @@ class Variant:
     steps: tuple[PlannedSteps, ...]
     rows: Path  # a line of JSON for each step; rank 0 writes it on the way
     outcome: Path  # rank 0 writes it at the end
-
-    @staticmethod
-    def read(path: Path, rows: Path, outcome: Path) -> Variant:
-        """Return what `write` has written."""
-        found = []
-        for row in json.loads(path.read_bytes()):
-            places = {
-                int(replica): tuple(tuple((first, count) for first, count in part) for part in parts)
-                for replica, parts in row["places"].items()
-            }
-            found.append(PlannedSteps(**row | {"ring": tuple(row["ring"]), "places": places}))
-        return Variant(tuple(found), rows, outcome)
-
-    @staticmethod
-    def write(path: Path, steps: list[PlannedSteps]) -> None:
-        path.write_text(json.dumps([asdict(each) for each in steps]))
 
 
 @dataclass(eq=False)
@@ -116,20 +98,18 @@ class PlannedScript(Script):
 class VariantScript(PlannedScript):
     """Writes a row for each step."""
 
-    write: Callable[[str], object] = str  # takes lines
+    rows: TextIO | None = None  # on rank 0
     losses: dict[int, float] = field(default_factory=dict)  # of the evaluation, by step
-    _lines: list[str] = field(default_factory=list)
 
     def _applied(self, record: CommitRecord | None) -> None:
-        if record is not None:
-            row: dict[str, Any] = {"step": record.step, "loss": record.loss, "units": record.units}
-            row |= {"norm": record.norm, "contributors": len(record.contributors)}
-            if record.step in self.losses:
-                row["eval"] = self.losses.pop(record.step)
-            self._lines.append(json.dumps(row) + "\n")
-        if record is None or record.step % SHOWN_STEPS == 0 or record.step == self.steps[-1].last:
-            self.write("".join(self._lines))
-            self._lines.clear()
+        if record is None:
+            return
+        if record.skipped:  # the lighthouse's ring would reduce again without it
+            raise ConfigError("study", f"step {record.step}", "steps in which each gradient is finite")
+        loss = self.losses.pop(record.step, None)
+        row = {"step": record.step, "loss": record.loss, "units": record.units}
+        if self.rows is not None:
+            self.rows.write(json.dumps(row if loss is None else row | {"eval": loss}) + "\n")
 
 
 class PlannedJob(ReplayJob):
@@ -178,23 +158,17 @@ class VariantJob(PlannedJob):
     ) -> None:
         super().__init__(config, place, device, variant.outcome, close_group, self._note)
         self._variant = variant
-        self._rows = variant.rows.open("w") if place.rank == 0 else None
+        self._rows = variant.rows.open("w", buffering=1) if place.rank == 0 else None
         self._losses: dict[int, float] = {}
 
     def _script(self) -> Callable[..., Script]:
-        write = str if self._rows is None else self._show
-        return partial(VariantScript, steps=self._variant.steps, write=write, losses=self._losses)
+        return partial(VariantScript, steps=self._variant.steps, rows=self._rows, losses=self._losses)
 
     def _note(self, state: StateId, loss: float) -> None:
         self._losses[state.step] = loss
-
-    def _show(self, lines: str) -> None:
-        assert self._rows is not None
-        self._rows.write(lines)
-        self._rows.flush()
 
     def _tell(self, script: Script) -> None:
         digest = self._live_state.digest()
         if self._rows is not None:
             self._rows.close()
-            replace_json(self._variant.outcome, {"digest": digest, "data": self._facts})
+            replace_json(self._variant.outcome, {"digest": digest})

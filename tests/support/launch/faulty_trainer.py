@@ -19,7 +19,7 @@ from ft_hsdp.train.identity import IncarnationSource
 from ft_hsdp.train.trainer import build_optimizer
 
 VICTIM = 1  # the replica that fails, where only one does
-HANGS_AT, LONE_HANGS_AT, FULL_AT = 6, 3, 4  # batches before that
+LONE_HANGS_AT, FULL_AT = 3, 4  # batches before that
 LOWEST = 16  # descriptors
 POISON = (1, 3)  # data shard, index
 FOREVER_S = 3600.0
