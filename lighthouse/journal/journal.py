@@ -221,7 +221,7 @@ class JobJournal:
         if at is not None and at < newest:
             for _ in self._folding(at):
                 pass
-            return self._with_ranks(self._past_overviews[at].show(at, start, end, points), live=False)
+            return self._with_ranks(self._past_overviews[at].show(at, start, end, points, live=False), live=False)
         self._watch()
         now = self._clock() if self.about.live else newest
         return self._with_ranks(self._overview.show(now, start, end, points), live=True)

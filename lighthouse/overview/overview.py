@@ -149,13 +149,14 @@ class Overview:
         else:
             self._event(row)
 
-    def show(self, now: float, start: float | None, end: float | None, points: int) -> Json:
+    def show(self, now: float, start: float | None, end: float | None, points: int, live: bool = True) -> Json:
         """Return the answer to GET /v1/overview; the journal adds beats and times of single replicas.
 
         Args:
             start: from here on lanes and curves are shown; None: from the first row.
             end: up to here; None: up to now.
             points: of a curve, at most.
+            live: rows go on to come; an overview of the past depends on its rows alone.
         """
         first = self.started if self.started is not None else now
         start = first if start is None else start
@@ -176,7 +177,7 @@ class Overview:
                 "outages": [out for out in self.outages if out[1] >= start and out[0] <= end],
             },
             "head": self.head(),
-            "effective": self.effective(),
+            "effective": self.effective(live),
             "replicas": states(self.lanes.shown()),
             "lanes": self.segments(start, end, (end - start) / (2 * points)),
             "epochs": self.epochs(start, end),
@@ -185,9 +186,14 @@ class Overview:
             "logged": self.logged.between(start, end, points),
         }
 
-    def effective(self) -> Json:
-        """Return "effective" of the answer: measured, and what a model of the job makes of the same failures."""
-        found, key = self.goodput.effective(), (len(self.failures.all), self.goodput.commits // PREDICT)
+    def effective(self, live: bool = True) -> Json:
+        """Return "effective" of the answer: measured, and what a model of the job makes of the same failures.
+
+        Args:
+            live: a prediction may be up to ``PREDICT`` commits old.
+        """
+        found = self.goodput.effective()
+        key = (len(self.failures.all), self.goodput.commits // PREDICT) if live else self.seq
         if self.goodput.commits and self._predicted[0] != key:
             outcome = self.predict(settings(self.goodput, self.failures))
             self._predicted = key, min(1.0, outcome.useful_s / max(found["wall_s"], 1e-9))
