@@ -28,7 +28,6 @@ class Assumptions:
     )
     replace_s: float = _assumed(600.0, "until a lost host is replaced, copies included; FT-HSDP: 600")
     swap_s: float = _assumed(40.0, "until a replica goes on from memory on another host; DeadPool: 40")
-    stall_s: float = _assumed(180.0, "in which all replicas stand still when one is lost; FT-HSDP: 180")
     restart_s: float = _assumed(150.0, "until a job goes on from a checkpoint; DeadPool: 150")
     step_s: float = _assumed(20.0, "of a step; FT-HSDP: 20")
     network_gbps: float = _assumed(100.0, "Gbit/s between two hosts")
@@ -86,16 +85,6 @@ def effective_ratio(between: float, cost: float, reading: Reading = "renewal") -
     if reading == "renewal":
         return between / (between + cost)
     return max(0.0, 1 - cost / between)
-
-
-def replicated_ratio(between: float, down: float, stall: float, replicas: int) -> float:
-    """Return the effective ratio of a job whose other replicas go on (FT-HSDP §6.1), by the wall clock.
-
-    Args:
-        down: time for which the failed replica is away.
-        stall: time for which all replicas stand still: until the failure is known, and when it joins again.
-    """
-    return (between - down + (down - stall) * (replicas - 1) / replicas) / between
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from ft_hsdp.analysis.costs import (
     Reading,
     effective_ratio,
     option,
-    replicated_ratio,
     restart_cost,
     swap_cost,
     wasted_time,
@@ -117,7 +116,6 @@ def plan(
         "copy_s": max(len(row["copies"]) for row in rows) * shard / network,
         "with_copies": figures(held, len(replicas), assumptions, steps, (every * step_s, retrieval)),
         "replicas_alone": figures(alone, len(replicas), assumptions, 1, (step_s, retrieval)),
-        "effective_ratio_stalls": _with_stalls(assumptions, replicas),
         "fewer_ranks": fewer_ranks(config, assumptions, replicas, shard * ranks),
         "assumptions": {**asdict(assumptions), "steps_between_checkpoints": kept_every},
     }
@@ -184,21 +182,6 @@ def _host_rows(
             "copies": (kept := copies.get(host.name, [])),  # of [replica, rank]
             "bytes": SLOTS * shard * (len(ranks) + len(kept)),
         }
-
-
-def _with_stalls(assumptions: Assumptions, replicas: Sequence[Sequence[Host]]) -> float | None:
-    """Return the share of the time in which a job of several replicas makes progress (FT-HSDP §6.1); None: of one.
-
-    No state is lost in this model, so it is the same with copies and without. A replica is away until its host
-    is replaced, and all replicas stand still for a part of that.
-    """
-    if len(replicas) < 2:
-        return None
-    failures = assumptions.host_failures_per_month / MONTH_DAYS / DAY_S * sum(len(set(each)) for each in replicas)
-    if not failures:
-        return 1.0
-    down = max(assumptions.replace_s, assumptions.stall_s)
-    return max(0.0, replicated_ratio(1 / failures, down, assumptions.stall_s, len(replicas)))
 
 
 def parameters(config: Config) -> int:

@@ -61,8 +61,6 @@ def _comparison(document: Document) -> Iterator[list[str]]:
     yield ["a lost host wastes (GEMINI)", *(f"{side['wasted_s']:,.1f} s" for side in sides)]
     yield ["effective time, by the clock", *(f"{100 * side['effective_ratio']:.4f} %" for side in sides)]
     yield ["effective time, renewal", *(f"{100 * side['effective_ratio_renewal']:.4f} %" for side in sides)]
-    if (stalls := document["effective_ratio_stalls"]) is not None:
-        yield ["effective time (FT-HSDP)", *(f"{100 * stalls:.4f} %" for _ in sides)]
     alone = max((SLOTS * len(row["ranks"]) * document["shard_bytes"] for row in document["hosts"]), default=0)
     yield ["memory of the fullest host", size_of(document["host_bytes"]), size_of(alone)]
     yield ["copied per step, all hosts", size_of(document["copied_bytes_per_step"]), size_of(0)]

@@ -220,6 +220,16 @@ def finish(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators: what ``torch.manual_seed`` does, in a fraction of its time where no device is used.
+
+    That queues its call with the caller's stack for as long as no device is used.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 def moved_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor on a device, in pinned memory that is freed with it; one on the host as it is.
 

@@ -32,7 +32,7 @@ from ft_hsdp.core.units import Places
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.train.data.prefetch import Reader, count_tokens, move
 from ft_hsdp.train.data.step_plan import MicroBatch, StepPlan, TrainedMicroBatch
-from ft_hsdp.train.device import moved_to_host, told
+from ft_hsdp.train.device import moved_to_host, seed_torch, told
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
 from ft_hsdp.train.fsdp.frozen import ways
 from ft_hsdp.train.fsdp.moving_buffers import AT_COMMIT, KEY, WHEN
@@ -226,7 +226,7 @@ class StepDriver:
             if log is not None:
                 self._tokens = count_tokens(batch)
             number = at.index * self._config.data_shards + at.shard
-            torch.manual_seed(stream(self._config.train.seed, "batch", number, at.rank, at.micro))
+            seed_torch(stream(self._config.train.seed, "batch", number, at.rank, at.micro))
             runtime.moved()
             self._taken = False
             yield move(batch, self._device)

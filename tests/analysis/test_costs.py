@@ -2,7 +2,7 @@
 
 import pytest
 
-from ft_hsdp.analysis.costs import effective_ratio, replicated_ratio, restart_cost, swap_cost, wasted_time
+from ft_hsdp.analysis.costs import effective_ratio, restart_cost, swap_cost, wasted_time
 from ft_hsdp.analysis.plan import loss_rate
 
 
@@ -30,15 +30,9 @@ def test_deadpool_costs() -> None:
 
 
 def test_ft_hsdp_ratios() -> None:
-    """A failure each 18 minutes, 10 minutes to restart, 3 minutes until the others go on."""
+    """A failure each 18 minutes, 10 minutes to restart."""
     assert effective_ratio(18, 10, "wall_clock") == pytest.approx(8 / 18)
     assert effective_ratio(18, 10) == pytest.approx(0.643, abs=1e-3)
-    sweep = {2: 63.9, 4: 73.6, 8: 78.5, 12: 80.1, 16: 80.9, 20: 81.4}
-    for replicas, expected in sweep.items():
-        assert 100 * replicated_ratio(18, 10, 3, replicas) == pytest.approx(expected, abs=0.05)
-    rejoin = 100 / 60  # announced separately: with it the ratio is lower
-    assert 100 * replicated_ratio(18, 10, 3 + rejoin, 12) == pytest.approx(71.6, abs=0.05)
-    assert 100 * replicated_ratio(18, 10, 1.5 + rejoin, 12) == pytest.approx(79.2, abs=0.05)
     # With the steps that are repeated: 100 steps of 20 s between checkpoints.
     assert effective_ratio(18, restart_cost(10, 20 / 60, 100)) == pytest.approx(0.404, abs=1e-3)
     assert effective_ratio(18, restart_cost(10, 20 / 60, 100), "wall_clock") == 0

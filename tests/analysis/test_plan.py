@@ -1,7 +1,6 @@
 import json
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,19 +87,6 @@ def test_gemini_and_deadpool_cost_a_lost_host() -> None:
     assert found.replicas_alone.failure_costs_s == pytest.approx(150 + 20 * 99 / 2)
     assert found.with_copies.wasted_s == pytest.approx(20 / 2 + 2.4)
     assert found.with_copies.failure_costs_s == pytest.approx(40 + 20, rel=1e-3)
-
-
-def test_ft_hsdp_has_all_replicas_stand_still_when_one_is_lost() -> None:
-    config = {"job": {"name": "job"}, "replicas": 12, "ranks_per_replica": 4, "hosts": {"per_replica": 4}}
-    minutes = Assumptions(host_failures_per_month=30 * 24 * 60 / 18 / 48, replace_s=600, stall_s=180)
-    document = plan(parse(config), minutes)  # a failure each 18 minutes
-    assert document["effective_ratio_stalls"] == pytest.approx(0.801, abs=5e-4)
-    assert plan(parse(config), replace(minutes, replace_s=60))["effective_ratio_stalls"] == pytest.approx(15 / 18)
-    assert made({"replicas": 2}, size=1e6).effective_ratio_stalls == pytest.approx(
-        1 - (180 + 420 / 2) * 2 * 0.192 / (30 * 86_400)
-    )
-    alone = plan(parse({**config, "replicas": 1}), minutes)
-    assert alone["effective_ratio_stalls"] is None
 
 
 def test_a_job_without_checkpoints_begins_again() -> None:

@@ -57,14 +57,13 @@ def run(tmp_path):
 
 
 def test_a_step_that_two_replicas_logged_is_one_commit(run):
-    database, about = recorded(run)
-    kinds = [entry.kind for entry in database.read(0, 1000)]
+    rows, about = recorded(run)
+    kinds = [entry.kind for entry in rows]
     assert kinds.count("commit") == STEPS
     assert kinds.count("event") == 6
     assert about.live is False
-    times = [entry.row["t"] for entry in database.read(0, 1000)]
+    times = [entry.row["t"] for entry in rows]
     assert times == sorted(times)
-    database.close()
 
 
 def test_a_run_without_logs_is_refused_in_one_line(tmp_path):

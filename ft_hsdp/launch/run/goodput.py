@@ -37,11 +37,10 @@ def goodput(subject: Config | RunDir | None, phases: Path | None) -> Row:
     found: Row = {"measured": None, "predicted": None}
     name, ours = next(iter(systems["systems"].items()))
     if isinstance(subject, RunDir):
-        database, job = recorded(subject)
+        rows, job = recorded(subject)
         overview = Overview(job)
-        for entry in database.read(0, 1 << 40):
+        for entry in rows:
             overview.add(entry)
-        database.close()
         own = prediction.settings(overview.goodput, overview.failures)
         found["measured"] = {**overview.effective(), "settings": own}
         found["predicted"] = asdict(overview.predict(given or own))

@@ -39,7 +39,10 @@ def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) 
     Raises:
         ConfigError: Nothing is recorded, or the address is not free.
     """
-    database, job_info = recorded(run)
+    rows, job_info = recorded(run)
+    database = MemoryDatabase()
+    for first in range(0, len(rows), BATCH):
+        database.append(rows[first : first + BATCH])
     journal = JobJournal(database, job_info)
     keys = Keys(secrets.token_hex(32))
     app = FastAPI(title=run.name, docs_url=None, redoc_url=None, openapi_url=None)
@@ -58,8 +61,8 @@ def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) 
             database.close()
 
 
-def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
-    """Return a run's events and commits by time, in memory, and what is known of its job.
+def recorded(run: RunDir) -> tuple[list[JournalEntry], JobInfo]:
+    """Return a run's events and commits by time, as rows of a journal, and what is known of its job.
 
     Raises:
         ConfigError: There are none.
@@ -73,11 +76,8 @@ def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
     if not rows:
         raise ConfigError("RUN", run.name, "a run that has recorded something")
     rows.sort(key=lambda row: row[0])
-    database = MemoryDatabase()
-    for first in range(0, len(rows), BATCH):
-        batch = enumerate(rows[first : first + BATCH], first + 1)
-        database.append([JournalEntry(seq, kind, row) for seq, (_, kind, row) in batch])  # type: ignore[arg-type]
-    return database, job_info
+    numbered = enumerate(rows, 1)
+    return [JournalEntry(seq, kind, row) for seq, (_, kind, row) in numbered], job_info  # type: ignore[arg-type]
 
 
 def _listen(host: str, port: int) -> socket.socket:

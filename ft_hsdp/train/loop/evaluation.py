@@ -22,6 +22,7 @@ from ft_hsdp import fault_injection
 from ft_hsdp.config import Config
 from ft_hsdp.core.randomness import stream
 from ft_hsdp.train.data.prefetch import Source, move
+from ft_hsdp.train.device import seed_torch
 from ft_hsdp.train.fsdp import param_groups
 from ft_hsdp.train.loop.user_loop import number
 
@@ -64,7 +65,7 @@ class Evaluation(Generic[Batch]):
         found = torch.zeros(count, 2, dtype=torch.float64, device=self._device)
         for begin in range(0, count, places):
             at = min(begin + place, count - 1)  # each rank runs as often: FSDP2 calls collectives
-            torch.manual_seed(stream(self._config.train.seed, "evaluate", at))
+            seed_torch(stream(self._config.train.seed, "evaluate", at))
             batch = move(self._source.batch(0, at, 0, 0), self._device)
             self.weight = 1
             loss = number("job.evaluate(loss_of)", self._loss_of(batch))

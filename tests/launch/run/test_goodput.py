@@ -12,13 +12,15 @@ from ft_hsdp.launch.run.recorder import done_by
 from tests.support.launch.launch_rows import commit, event, written
 
 
-def recorded(folder: Path) -> RunDir:
-    """Thirty steps of a second; replica 1 is away for three of them, the others stand still for 0.4 s."""
+def recorded(folder: Path, steps: int = 30) -> RunDir:
+    """Steps of a second; replica 1 is away for three of them, the others stand still for 0.4 s."""
     run = RunDir(folder / "runs" / "job")
     run.path.mkdir(parents=True)
-    config = parse({"job": {"name": "job", "runs_dir": str(folder / "runs")}, "replicas": 3})
+    config = parse(
+        {"job": {"name": "job", "runs_dir": str(folder / "runs")}, "replicas": 3, "train": {"steps": steps}}
+    )
     run.config.write_text(dump(config))
-    who = {step: [0, 2] if 10 <= step < 13 else [0, 1, 2] for step in range(1, 31)}
+    who = {step: [0, 2] if 10 <= step < 13 else [0, 1, 2] for step in range(1, steps + 1)}
     rows = [commit(step, t=1000.0 + step + 0.4 * (step >= 10), who=who[step], lineage=f"{step:x}") for step in who]
     written(run.commits(0), *rows)
     written(run.commits(2), *({**row, "t": row["t"] + 0.01} for row in rows))
@@ -53,6 +55,11 @@ def test_a_run_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
         line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line[:2] == "  "
     }
     assert cells["detect"] == ["0.33%", "19.74%"]
+
+
+def test_all_of_a_long_run_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["goodput", str(recorded(tmp_path, 1100).path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"]["useful_s"] == pytest.approx(1099)
 
 
 def test_a_configuration_has_its_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
