@@ -109,6 +109,7 @@ class Failures:
         self.epochs: dict[int, EpochSpan] = {}
         self._numbers: list[int] = []  # of the epochs, in order
         self.all: list[Failure] = []
+        self.cut = False  # older ones are no longer kept
         self._replicas = [_Replica() for _ in range(slots)]
         self._commits: deque[float] = deque(maxlen=COMMITS)
         self._fresh: list[Failure] = []  # whose gap is not settled
@@ -398,6 +399,7 @@ class Failures:
             self._fresh.append(failure)
             if self._most is not None and len(self.all) > self._most:
                 del self.all[0]
+                self.cut = True
         return failure
 
     def _drop(self, replica: int, incarnation: str | None, evident: bool = False) -> None:

@@ -42,6 +42,7 @@ from ft_hsdp.config.base import Int, PathText, Section, refuse
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.config.loader import load_as
 from ft_hsdp.core.grant import Grant, Member
+from ft_hsdp.core.replica_state import other_data
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import Places, size
 from ft_hsdp.errors import ConfigError
@@ -250,6 +251,7 @@ def run(study: StudyConfig, jobs: int | None, show: Callable[[StudyProgress], No
     ranks = max(cell.config.ranks_per_replica for cell in wanted)
     jobs = jobs or max(1, len(os.sched_getaffinity(0)) // ranks)
     left = [cell for cell in wanted if not _done(cell)]
+    _check_data(wanted)
     began, stop = time.monotonic(), threading.Event()
     with ThreadPoolExecutor(jobs) as pool:
         try:
@@ -258,6 +260,7 @@ def run(study: StudyConfig, jobs: int | None, show: Callable[[StudyProgress], No
                 done, running = wait(running, LOOK_S)
                 for each in done:
                     each.result()
+                    _check_data(wanted)
                 ready = sum(trained(cell) for cell in left)
                 steps = sum(cell.config.train.steps for cell in left)
                 ended = len(wanted) - len(running)
@@ -279,6 +282,22 @@ def _done(cell: Cell) -> bool:
         what = "results of this study: another version, or other settings, made these (remove them, or set `dir`)"
         raise ConfigError("dir", str(cell.result), what)
     return bool(found)
+
+
+def _check_data(wanted: Iterable[Cell]) -> None:
+    """Check that all variants that are trained have read the same data.
+
+    Raises:
+        ConfigError: They have not.
+    """
+    agreed: dict[str, str] = {}
+    for cell in wanted:
+        data = (read_json(cell.result) or {}).get("data", {})
+        if (odd := other_data(data, agreed)) is not None:
+            name, got, other = odd
+            what = f"results of the same data, not {name} {got} beside {other} (remove those of one of them)"
+            raise ConfigError("dir", str(cell.result), what)
+        agreed = data | agreed
 
 
 def trained(cell: Cell) -> int:
@@ -311,7 +330,7 @@ def _train(cell: Cell, stop: threading.Event) -> None:
             "name": cell.name,
             "seed": cell.seed,
             "seconds": round(time.monotonic() - began, 1),
-            "digest": read_json(cell.folder / "found.json")["digest"],
+            **read_json(cell.folder / "found.json"),  # digest, and facts of the data
             "history": [asdict(each) for each in cell.history],
             "units": [row["units"] for row in rows],
             "loss": [round(row["loss"], 4) for row in rows],

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ft_hsdp.analysis.failures import Failure, Failures
+from ft_hsdp.analysis.failures import MAX_FAILURES, Failure, Failures
 from ft_hsdp.analysis.goodput import Goodput
 from ft_hsdp.analysis.job_model import Outcome
 from ft_hsdp.analysis.prediction import of_run, settings
@@ -124,7 +124,7 @@ class Overview:
         self._head: Mapping[str, Any] | None = None
         self._recent: deque[tuple[float, float]] = deque(maxlen=SPEED)  # t and tokens of the newest commits
         self.lanes = Lanes(about.slots, about.ranks, about.slots if about.replicas is None else about.replicas)
-        self.failures = Failures(about.slots)
+        self.failures = Failures(about.slots, MAX_FAILURES if about.live else None)
         self.protection = Protection()
         self.started: float | None = None
         self.newest = 0.0  # t of the newest row
@@ -189,11 +189,15 @@ class Overview:
     def effective(self, live: bool = True) -> Json:
         """Return "effective" of the answer: measured, and what a model of the job makes of the same failures.
 
+        While it lives that is None once it has had more than `MAX_FAILURES`.
+
         Args:
             live: a prediction may be up to ``PREDICT`` commits old.
         """
         found = self.goodput.effective()
         key = (len(self.failures.all), self.goodput.commits // PREDICT) if live else self.seq
+        if self.failures.cut:
+            return found | {"predicted": None}
         if self.goodput.commits and self._predicted[0] != key:
             outcome = self.predict(settings(self.goodput, self.failures))
             self._predicted = key, min(1.0, outcome.useful_s / max(found["wall_s"], 1e-9))

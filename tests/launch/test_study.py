@@ -61,6 +61,10 @@ def test_variants_are_trained_once(file: Path, capsys: pytest.CaptureFixture[str
         *(path.name for path in files),
         "variants.csv",
     ]
+    files[0].unlink()
+    (file.parent / "text").write_bytes(b"not to be is not to be\n" * 5000)
+    code, said = train(file, capsys)
+    assert (code, said.splitlines()[-1].partition("/d1x")[0]) == (64, "dir: got 'found"), said
     code, said = train(file, capsys, job=TINY | {"optim": {"lr": 0.002}})
     assert (code, said.count("\n")) == (64, 1)
     assert said.startswith("dir: got 'found/d1x")

@@ -24,6 +24,7 @@ from ft_hsdp.core.units import Places
 from ft_hsdp.errors import EXIT_OK, ConfigError
 from ft_hsdp.jsonl import replace_json
 from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.train.data import facts
 from ft_hsdp.train.data.prefetch import Reader
 from ft_hsdp.train.identity import RankPlace
 from ft_hsdp.train.orders import ApplyOrder, Order
@@ -171,4 +172,7 @@ class VariantJob(PlannedJob):
         digest = self._live_state.digest()
         if self._rows is not None:
             self._rows.close()
-            replace_json(self._variant.outcome, {"digest": digest})
+            data = {name: fact for name, fact in self._facts.items() if name != "seed"}
+            if self._evaluated is not None:
+                data["evaluation"] = facts.digest(self._evaluated[1].batch(0, 0, 0, 0))
+            replace_json(self._variant.outcome, {"digest": digest, "data": data})

@@ -14,8 +14,8 @@ from lighthouse.overview.replicas import MAX_HOSTS, MAX_SEGMENTS, _joined
 T = 1000.0
 
 
-def fold(rows, total=3, ranks=2):
-    timeline = Overview(JobInfo("job", total, ranks, 100))
+def fold(rows, total=3, ranks=2, live=True):
+    timeline = Overview(JobInfo("job", total, ranks, 100, live=live))
     for seq, row in enumerate(rows, 1):
         timeline.add(JournalEntry(seq, "event" if "event" in row else "commit", row))
     return timeline
@@ -57,6 +57,19 @@ def test_what_the_model_makes_of_the_failures_so_far():
     hurt = fold(sorted(rows, key=lambda row: row["t"])).effective()
     assert hurt["with_replay"] == pytest.approx((19 - 9 / 3) / 19.5)
     assert hurt["predicted"] == pytest.approx(hurt["with_replay"], abs=0.01)
+
+
+def test_a_prediction_counts_all_failures_or_is_none():
+    rows = [commit(n, n) for n in range(1, 3 * MAX_FAILURES + 4)]
+    for n in range(MAX_FAILURES + 1):
+        lives = [f"1-a-{n}", f"1-a-{n + 1}"]
+        rows.append(ev(3 * n + 1.1, "ReplicaExited", 1, kind="SIGKILL", incarnation=lives[0]))
+        rows.append(ev(3 * n + 1.4, "ReplicaStarted", 1, incarnation=lives[1]))
+    rows.sort(key=lambda row: row["t"])
+    assert fold(rows).effective()["predicted"] is None
+    ended = fold(rows, live=False)
+    assert ended.effective()["predicted"] <= 1
+    assert ended.predict({}).failures == MAX_FAILURES + 1
 
 
 def test_the_newest_plan_says_who_keeps_the_shards_of_a_replica_until_it_is_gone():
