@@ -1,6 +1,7 @@
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +30,13 @@ class Scene:
         self.now += seconds
         self.progress += done
         return self.tracer.trace(1, self.rings, self.progress, doing, paused)
+
+
+@pytest.fixture(autouse=True)
+def _quick() -> Iterator[None]:
+    """No trace takes so long that the next one comes later."""
+    with mock.patch.object(time, "thread_time", return_value=0.0):
+        yield
 
 
 @pytest.fixture
