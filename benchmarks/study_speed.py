@@ -20,7 +20,6 @@ from typing import Any
 
 import yaml
 
-from ft_hsdp.config import dump
 from ft_hsdp.launch import study
 from ft_hsdp.launch.run.directory import read_jsonl
 
@@ -39,13 +38,22 @@ def real(job: dict[str, Any], folder: Path) -> float:
     return sum(len(row["contributors"]) for row in rows[whole + 1 :]) / (rows[-1]["t"] - rows[whole]["t"])
 
 
+def shortened(steps: int) -> dict[str, Any]:
+    """Return the keys of the study's job with so many steps, none of which is evaluated."""
+    job = study.read(ROOT / "configs" / "study.yaml").job
+    return job | {"train": job["train"] | {"steps": steps}, "eval": job["eval"] | {"every": 0}}
+
+
+def two_variants(job: dict[str, Any], folder: Path) -> study.StudyConfig:
+    return study.StudyConfig.model_validate({"dir": str(folder), "job": job, "variants": [{"seeds": [1, 2]}]})
+
+
 def studied(job: dict[str, Any], folder: Path) -> float:
     """Return contributions per second of two variants at once."""
-    wanted = study.StudyConfig.model_validate({"dir": str(folder), "job": job, "variants": [{"seeds": [1, 2]}]})
+    wanted = two_variants(job, folder)
     cells = study.cells(wanted)
     threading.Thread(target=study.run, args=(wanted, 2, lambda _: None), daemon=True).start()
-    seen: list[tuple[float, int]] = []
-    until = time.monotonic() + LIMIT_S
+    seen, until = list[tuple[float, int]](), time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         counts = [study.trained(cell) for cell in cells]
         if all(counts) and (not seen or sum(counts) > seen[-1][1]):
@@ -63,10 +71,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
-    cell = study.cells(study.read(ROOT / "configs" / "study.yaml"))[0]
-    job = yaml.safe_load(dump(cell.config))
-    job["train"]["steps"] = args.steps
-    job["eval"]["every"] = 0
+    job = shortened(args.steps)
     found: dict[str, list[float]] = {"job": [], "study": []}
     for _ in range(args.rounds):
         for name, measure in (("job", real), ("study", studied)):

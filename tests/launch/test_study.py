@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import study_speed
 from ft_hsdp.launch import study
 from ft_hsdp.launch.cli import main
 from tests.support.scenarios.scenario_job import HARD, Job
@@ -76,6 +77,14 @@ def test_the_studies_in_the_docs_can_be_trained(name: str, count: int, monkeypat
     found = study.cells(study.read(Path(name)))
     assert len(found) == len({cell.result for cell in found}) == count
     assert all(sum(each.last - each.first + 1 for each in cell.plan) == 1500 for cell in found)
+
+
+def test_the_study_whose_speed_is_measured_can_be_trained(tmp_path: Path) -> None:
+    found = study.cells(study_speed.two_variants(study_speed.shortened(40), tmp_path))
+    assert [(cell.seed, cell.config.train.steps, cell.config.eval.every) for cell in found] == [
+        (1, 40, 0),
+        (2, 40, 0),
+    ]
 
 
 @pytest.mark.parametrize(
