@@ -285,19 +285,18 @@ def _done(cell: Cell) -> bool:
 
 
 def _check_data(wanted: Iterable[Cell]) -> None:
-    """Check that all variants that are trained have read the same data.
+    """Check that the variants with one seed that are trained have read the same data.
 
     Raises:
         ConfigError: They have not.
     """
-    agreed: dict[str, str] = {}
+    agreed: dict[int, dict[str, str]] = {}
     for cell in wanted:
         data = (read_json(cell.result) or {}).get("data", {})
-        if (odd := other_data(data, agreed)) is not None:
+        if (odd := other_data(data, agreed.setdefault(cell.seed, data))) is not None:
             name, got, other = odd
             what = f"results of the same data, not {name} {got} beside {other} (remove those of one of them)"
             raise ConfigError("dir", str(cell.result), what)
-        agreed = data | agreed
 
 
 def trained(cell: Cell) -> int:

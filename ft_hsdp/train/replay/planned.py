@@ -172,7 +172,7 @@ class VariantJob(PlannedJob):
         digest = self._live_state.digest()
         if self._rows is not None:
             self._rows.close()
-            data = {name: fact for name, fact in self._facts.items() if name != "seed"}
+            data = dict(self._facts)
             if self._evaluated is not None:
                 data["evaluation"] = facts.digest(self._evaluated[1].batch(0, 0, 0, 0))
             replace_json(self._variant.outcome, {"digest": digest, "data": data})
