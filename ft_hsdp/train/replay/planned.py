@@ -6,6 +6,7 @@ them. Everything else is found now: the loop, sums, divisors, learning rates and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Generator, Iterator
@@ -174,5 +175,6 @@ class VariantJob(PlannedJob):
             self._rows.close()
             data = dict(self._facts)
             if self._evaluated is not None:
-                data["evaluation"] = facts.digest(self._evaluated[1].batch(0, 0, 0, 0))
+                with contextlib.suppress(TypeError):  # batches of a type that has no digest
+                    data["evaluation"] = facts.digest(self._evaluated[1].batch(0, 0, 0, 0))
             replace_json(self._variant.outcome, {"digest": digest, "data": data})
