@@ -55,6 +55,7 @@ from lighthouse.quorum.state import LighthouseState, Step, training_is_over, wan
 from lighthouse.quorum.transition import transition
 
 FORGOTTEN = 10  # times evict_s: a spare host that is silent for so long is forgotten
+HEARD_LATE = 8  # commits that may have been made, and not been heard of, when a rank ends
 ENDED = "a rank of it has ended"
 REFUSED = "another agent of this host has been started since"
 
@@ -336,6 +337,8 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         if own_fault and (me.fed is not None or _joined(s, replica, me))
         else me.fatal
     )
+    if blamed:  # the units have ended it, and not the step
+        fatal = (0, 0)
     if own_fault:
         counts[host] = counts.get(host, 0) + 1
     rests = replace(rests, failed_on=tuple(sorted(counts.items())), fatal=fatal)
@@ -378,8 +381,9 @@ def _blame(s: LighthouseState, replica: int, me: PlacedReplica, why: str, own_er
     """Blame the units that were in flight, if they have ended processes again and again."""
     known, step = s.placement.fatal, s.head.step + 1 if s.head is not None else 1
     others = [s.placement.replicas[n].fatal[0] for n in active_replicas(s) if n != replica]
-    # Each replica has other units: what ends all of them is the step. A commit may be heard of between their ends.
-    units = me.fed if own_error and not (others and {*others} <= {step, step - 1 or step}) else None
+    # Each replica has other units: what ends all of them is the step. Commits may be heard of between their ends.
+    all_end = others and all(max(0, step - HEARD_LATE) < at <= step for at in others)
+    units = me.fed if own_error and not all_end else None
     after = known.after_end(replica, units, me.usable)
     s = with_placement(s, placement=replace(s.placement, fatal=after))
     if units is None or after.blamed == known.blamed:

@@ -137,5 +137,5 @@ def test_a_study_with_the_memberships_of_a_real_run_has_its_bits(
     like = {"like": str(job.run), "rate": [rate], "precision": [precision], "seeds": [seed]}
     wanted = study.StudyConfig.model_validate({"dir": str(tmp_path / "found"), "job": of_job, "variants": [like]})
     (cell,) = study.run(wanted, None, lambda _: None)
-    assert len(cell.history) >= 5, "there were not enough failures"
+    assert len(cell.history) >= 3, "there were not enough failures"
     assert {study.results([cell])[0]["digest"]} == digests

@@ -79,7 +79,7 @@ def test_another_host_is_lost_during_the_swap(tmp_path: Path, second: str) -> No
 def test_a_replica_that_cannot_go_on_lends_its_host(tmp_path: Path) -> None:
     """Replica 0 waits for a host, and replica 1 then loses one: it goes on on replica 0's. Both come back."""
     sections = {"ranks_per_replica": 2, "hosts.per_replica": 2, "timeouts.place_s": 0.3}
-    with Job(tmp_path, 60, replicas=2, **sections, **{"quorum.on_lost_head": "rollback"}) as job:
+    with Job(tmp_path, 200, replicas=2, **sections, **{"quorum.on_lost_head": "rollback"}) as job:
         job.until(lambda: job.step() >= 5, "step 5")
         away = [job.lose_host(0, "r0h1")]
         job.until(lambda: job.events("ReplicaUnplaced"), "replica 0 waits")
@@ -89,7 +89,7 @@ def test_a_replica_that_cannot_go_on_lends_its_host(tmp_path: Path) -> None:
         job.more(3)
         for host in away:
             host.lifted("it is back")
-        summary = job.ends_well(60)
+        summary = job.ends_well(200)
         (gave,), (moved,) = job.events("HostLent"), job.events("HostReplaced")
         assert (gave["replica"], gave["host"], gave["to"]) == (0, "r0h0", 1)
         assert (moved["replica"], moved["before"], moved["host"], moved["ranks"]) == (1, "r1h0", "r0h0", [0])

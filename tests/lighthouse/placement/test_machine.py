@@ -427,12 +427,21 @@ def test_a_script_that_ends_each_replica_before_the_first_step_ends_the_job(code
 
 def test_what_ends_all_is_not_blamed_on_units_though_a_commit_is_heard_of_meanwhile() -> None:
     w = World("a", "b", each=1, restart=RestartPolicy(9, 0.0))
-    for step in (4, 5, 5):
+    for step in (2, 5, 5):
         w.at_step(step)
         for host, units in (("a", (0, 5, 2)), ("b", (1, 5, 2))):
             w.ends(host, 0, 75, (units, True), cause="script")
         w.settle(5.0)
     assert w.told("BatchBlamed") == []
+
+
+def test_after_the_units_of_one_replica_those_of_the_others_may_be_blamed_at_the_same_step() -> None:
+    w = World("a", "b", each=1, restart=RestartPolicy(9, 0.0))
+    w.at_step(20)
+    for host, blamed in (("a", 0), ("a", 1), ("b", 1), ("b", 2)):
+        w.ends(host, 0, 75, ((int(host == "b"), 5, 2), True), cause="script")
+        w.settle(5.0)
+        assert len(w.told("BatchBlamed")) == blamed
 
 
 def test_units_that_end_processes_twice_are_left_out_by_all_that_start_later() -> None:
