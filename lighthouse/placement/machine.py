@@ -380,9 +380,12 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
 def _blame(s: LighthouseState, replica: int, me: PlacedReplica, why: str, own_error: bool) -> Step:
     """Blame the units that were in flight, if they have ended processes again and again."""
     known, step = s.placement.fatal, s.head.step + 1 if s.head is not None else 1
-    others = [s.placement.replicas[n].fatal[0] for n in active_replicas(s) if n != replica]
-    # Each replica has other units: what ends all of them is the step. Commits may be heard of between their ends.
-    all_end = others and all(max(0, step - HEARD_LATE) < at <= step for at in others)
+    others = [s.placement.replicas[n].fatal for n in active_replicas(s) if n != replica]
+    # Each replica has other units: what ends all of them, about as often, is the step. Commits may be heard of
+    # between their ends.
+    mine = me.fatal[1] if me.fatal[0] == step else 0
+    first = max(0, step - HEARD_LATE)
+    all_end = others and all(first < at <= step and times + 1 >= mine for at, times in others)
     units = me.fed if own_error and not all_end else None
     after = known.after_end(replica, units, me.usable)
     s = with_placement(s, placement=replace(s.placement, fatal=after))

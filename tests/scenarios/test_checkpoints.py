@@ -8,10 +8,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from ft_hsdp.core.state_id import SLICES
+from ft_hsdp.launch.run.directory import alive
 from ft_hsdp.mounts import Ability
 from ft_hsdp.state.checkpoint import catalog
 from tests.support.os_faults import MODULE, POOR
@@ -96,11 +96,11 @@ def test_a_folder_that_vanishes_is_made_again_and_the_end_says_what_is_there(tmp
         assert f"the state of step {last} is in" in one.log.read_text().splitlines()[-1]
     with job("two") as two:
         two.until(lambda: two.events("CheckpointWritten"), "a checkpoint of its own")
-        ranks = [psutil.Process(two.pid(replica, rank)) for replica in (0, 1) for rank in (0, 1)]
+        ranks = two.ranks(0) + two.ranks(1)
         two.process.send_signal(signal.SIGTERM)
         two.until(lambda: "stopping:" in two.log.read_text(), "the launcher has passed it on")
         two.process.send_signal(signal.SIGSTOP)  # it neither reaps ranks nor looks at the folder
-        two.until(lambda: all(each.status() == psutil.STATUS_ZOMBIE for each in ranks), "the ranks have ended")
+        two.until(lambda: not any(map(alive, ranks)), "the ranks have ended")
         for path in catalog.published(folder):
             shutil.rmtree(path)
         two.process.send_signal(signal.SIGCONT)

@@ -444,6 +444,16 @@ def test_after_the_units_of_one_replica_those_of_the_others_may_be_blamed_at_the
         assert len(w.told("BatchBlamed")) == blamed
 
 
+def test_a_replica_that_ended_once_at_a_step_does_not_keep_the_units_of_another_from_being_blamed() -> None:
+    w = World("a", "b", each=1, restart=RestartPolicy(9, 0.0))
+    w.at_step(20)
+    for host in "baaaaa":
+        assert w.told("BatchBlamed") == []
+        w.ends(host, 0, 75, ((int(host == "b"), 5, 2), True), cause="script")
+        w.settle(5.0)
+    assert len(w.told("BatchBlamed")) == 1
+
+
 def test_units_that_end_processes_twice_are_left_out_by_all_that_start_later() -> None:
     w = World("a", "b", each=1, restart=RestartPolicy(9, 0.0))
     units, others = (0, 5, 2), (0, 7, 2)
