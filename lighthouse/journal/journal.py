@@ -41,9 +41,10 @@ SLICE = 200  # rows that are folded before other tasks of the event loop run
 KNOWN = 4096  # newest commits and events that are recognized when they are reported again
 PASTS = 4  # overviews of earlier times that are kept
 MAX_SAID = 300  # characters of the sentence on an event
+TRACED_S = 25.0  # until every rank has sent a trace that was made since; it sends one about every 10 s
 FAILED_S = 60.0  # for which a diagnosis names a failure that is not over
 COMPLAIN_S = 10.0  # between two log lines about lost rows
-LOOK_S = 1.0  # between two looks of a watcher
+LOOK_S = 1.0  # between two looks of a watcher, or for a slow rank
 
 _log = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ class JobJournal:
         self._shared = SharedValues()
         self._heard = OrderedDict[str, None]()  # digests of events and of who told them
         self._stragglers = Stragglers(about.slots)
+        self._unnamed: dict[int, tuple[StragglerVerdict, float]] = {}  # by replica; and until when they wait
+        self._named = -math.inf  # when they were looked at last
         self._vitals = Vitals()
         self._clocks = Clocks()
         self._suspects = Suspects()
@@ -173,7 +176,7 @@ class JobJournal:
         for row, raw in zip(commits, telemetry.commits, strict=True):
             assert who.replica is not None
             verdicts = self._stragglers.add(who.replica, row, row_checks.units_of(raw, who.replica))
-            self._tell("StragglerSeen", [each._replace(rank=self._slow_rank(each.replica)) for each in verdicts])
+            self._note_stragglers(verdicts)
         self._watch()
         self._arm()
 
@@ -407,6 +410,7 @@ class JobJournal:
     def _before(self, row: Row) -> None:
         if row["event"] in ("ReplicaStarted", "ReplicaExited") and row.get("replica") is not None:
             self._stragglers.forget(row["replica"])
+            self._unnamed.pop(row["replica"], None)
             self._vitals.forget(row["replica"])
 
     def _missed(self, telemetry: Telemetry, now: float) -> list[Row]:
@@ -436,7 +440,27 @@ class JobJournal:
         ranks = {each.ranks[0].rank for each in found if each.kind == "slow" and each.ranks[0].replica == replica}
         return ranks.pop() if len(ranks) == 1 else None
 
+    def _note_stragglers(self, verdicts: Iterable[StragglerVerdict]) -> None:
+        """Tell that one is slow no more; who is slow waits for the trace that shows which rank it is."""
+        for each in verdicts:
+            if not each.over:
+                self._unnamed[each.replica] = each, self._monotonic() + TRACED_S
+                self._named = -math.inf
+            elif self._unnamed.pop(each.replica, None) is None:
+                self._tell("StragglerSeen", [each])
+
+    def _name_stragglers(self, now: float) -> None:
+        if not self._unnamed or now < self._named + LOOK_S:
+            return
+        self._named = now
+        for replica, (verdict, until) in list(self._unnamed.items()):
+            rank = self._slow_rank(replica) if self.about.ranks > 1 else 0
+            if rank is not None or now > until:
+                del self._unnamed[replica]
+                self._tell("StragglerSeen", [verdict._replace(rank=rank, epoch=self._stragglers.epoch)])
+
     def _watch(self) -> None:
+        self._name_stragglers(self._monotonic())
         if self._caught_up and self.about.live:
             active = [lane.replica for lane in self._overview.lanes.all if lane.state in RUN]
             now, typical = self._monotonic(), self._overview.goodput.steps.typical

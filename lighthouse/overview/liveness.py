@@ -59,7 +59,7 @@ class Stragglers:
         self._slow: list[deque[bool]] = [deque(maxlen=WINDOW) for _ in range(slots)]
         self._named: set[int] = set()
         self._judged = 0
-        self._epoch = 0  # of the newest step
+        self.epoch = 0  # of the newest step
 
     def add(self, replica: int, row: Mapping[str, Any], units: int = 1) -> list[StragglerVerdict]:
         """Take a step as a contributor that trained ``units`` of it has measured it; return what changes."""
@@ -74,7 +74,7 @@ class Stragglers:
             return []
         here = self._open.setdefault(step, {})
         here[replica] = busy, units
-        self._epoch = row["epoch"]
+        self.epoch = row["epoch"]
         due = {s for s in self._open if s <= step - OPEN_STEPS}
         if len(here) >= len(row["contributors"]):
             due.add(step)
@@ -105,7 +105,7 @@ class Stragglers:
                 witnesses = sum(mine > FACTOR * units * each for each in others)
                 over = replica in self._named
                 self._named ^= {replica}
-                found.append(StragglerVerdict(replica, over, why, witnesses, self._epoch))
+                found.append(StragglerVerdict(replica, over, why, witnesses, self.epoch))
         return found
 
 

@@ -3,6 +3,7 @@ import json
 import math
 import threading
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from lighthouse.http.rate_limits import STREAMS, TooMany
 from lighthouse.journal import journal as module
 from lighthouse.journal import subscribers
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase, SqliteDatabase
-from lighthouse.journal.journal import JobJournal
+from lighthouse.journal.journal import LOOK_S, TRACED_S, JobJournal
 from lighthouse.journal.row_checks import MAX_REASON, MAX_ROW, units_of
 from lighthouse.overview.liveness import SILENT_S, STUCK_S
 from lighthouse.overview.overview import JobInfo, JournalEntry
@@ -90,6 +91,14 @@ def tell(journal, source="0-a-0", **what):
 
 def kept(journal):
     return [entry.row for entry in journal.database.read(0, 1000)]
+
+
+def one_is_slow(journal, first=1, waits_s=0.1):
+    """Tell of steps in which replica 1 is busy for 2.5 s, and the others for 1 s."""
+    for step, replica in product(range(first, first + 24), range(3)):
+        waits = {"ftar": waits_s if replica == 1 else 1.6}
+        row = commit_row(step, replica, step_s=2.6, waits=waits)
+        tell(journal, f"{replica}-a-0", commits=(row,), ranks=(RankBeat(0, 42, "node7", step),))
 
 
 @pytest.fixture
@@ -335,17 +344,12 @@ def test_a_sink_that_fails_harms_nobody(caplog):
 
 def test_the_overview_has_what_only_the_living_know():
     clock = Clock()
-    journal = make(clock=clock)
-    for step in range(1, 25):
-        for replica in range(3):
-            busy = 2.5 if replica == 1 else 1.0
-            waits = {"ftar": 2.6 - busy}
-            row = commit_row(step, replica, step_s=2.6, waits=waits)
-            tell(journal, f"{replica}-a-0", commits=(row,), ranks=(RankBeat(1, 42, "node7", step),))
+    journal = make(clock=clock, about=replace(ABOUT, ranks=1))
+    one_is_slow(journal)
     clock.seconds += 60
     for replica in range(3):
         load = {"rank_cpu_ratio": 0.5, "host_run_free_bytes": 7.0, "odd": 1.0}
-        beats = RankBeat(1, 42, "node7", 24, load=load), RankBeat(1, 42, "node7", 24, t=clock.wall())
+        beats = RankBeat(0, 42, "node7", 24, load=load), RankBeat(0, 42, "node7", 24, t=clock.wall())
         for beat in beats:  # only a load that is new is told
             tell(journal, f"{replica}-a-0", ranks=(beat,))
     clock.seconds += 0.5
@@ -354,7 +358,7 @@ def test_the_overview_has_what_only_the_living_know():
     assert one["straggler"]
     assert not overview["replicas"][0]["straggler"]
     assert (one["step_s"], round(one["busy_s"], 3)) == (2.6, 2.5)
-    about = {"rank": 1, "pid": 42, "host": "node7", "progress": 24, "age_s": 0.5}
+    about = {"rank": 0, "pid": 42, "host": "node7", "progress": 24, "age_s": 0.5}
     assert one["ranks"] == [{**about, "load": {"rank_cpu_ratio": 0.5}}]
     assert overview["loads"] == {"node7": {"host_run_free_bytes": 7.0}}
     assert overview["head"]["contributors"] == [0, 1, 2]
@@ -362,7 +366,54 @@ def test_the_overview_has_what_only_the_living_know():
     assert overview["head"]["tokens_per_s"] == pytest.approx(300)
     assert overview["series"]["gbps"] == [4.0] * 24
     seen = [r for r in kept(journal) if r.get("event") == "StragglerSeen"]
-    assert [(r["replica"], r["source"]) for r in seen] == [(1, "lighthouse")]
+    assert [(r["replica"], r["rank"], r["source"]) for r in seen] == [(1, 0, "lighthouse")]
+
+
+def test_a_straggler_is_told_of_when_a_trace_names_its_rank() -> None:
+    clock = Clock()
+    journal = make(clock=clock)
+
+    def told() -> list[tuple[int, int | None]]:
+        return [(r["replica"], r["rank"]) for r in kept(journal) if r.get("event") == "StragglerSeen"]
+
+    def traces(late: float) -> None:
+        for rank in (0, 1):
+            marks = tuple(Mark(n, 100 + n * 0.1 + rank * late) for n in (16, 32, 48))
+            trace = RankTrace((GroupTrace("1:0", 60, 60, marks=marks),))
+            tell(journal, "1-a-0", ranks=(RankBeat(rank, 42 + rank, "node7", 24, trace=trace),))
+            clock.seconds += LOOK_S
+
+    traces(0.0)
+    one_is_slow(journal)
+    assert told() == [], "the rank is not known yet"
+    clock.seconds += TRACED_S / 2
+    traces(0.6)
+    assert told() == [(1, 1)]
+
+
+def test_a_straggler_whose_slow_rank_stays_unknown_is_told_of_without_it() -> None:
+    clock = Clock()
+    journal = make(clock=clock)
+    one_is_slow(journal)
+    for seconds, told in ((TRACED_S - 1, 0), (2, 1), (2, 1)):
+        clock.seconds += seconds
+        tell(journal, ranks=(RankBeat(0, 1, "h", 1),))
+        seen = [r["rank"] for r in kept(journal) if r.get("event") == "StragglerSeen"]
+        assert seen == [None] * told
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_straggler_that_ends_or_is_slow_no_more_before_its_rank_is_known_is_not_told_of(ends: bool) -> None:
+    clock = Clock()
+    journal = make(clock=clock)
+    one_is_slow(journal)
+    if ends:
+        tell(journal, "supervisor", events=(event("ReplicaExited", source="supervisor", replica=1),))
+    else:
+        one_is_slow(journal, first=25, waits_s=1.6)
+    clock.seconds += TRACED_S + 1
+    tell(journal, ranks=(RankBeat(0, 1, "h", 1),))
+    assert not [r for r in kept(journal) if r.get("event") == "StragglerSeen"]
 
 
 def test_a_replica_that_is_silent_or_stuck_is_stalled_until_it_goes_on():
