@@ -163,11 +163,12 @@ class HostAgent:
         self._changed.set()
 
     async def _look(self) -> None:
-        """End ranks that are stopped, until cancelled."""
+        """End ranks that are stopped, and give up those that do not end, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             for held in self.held.values():
                 held.end_stopped(STOPPED * self._config.timeouts.evict_s)
+                held.give_up(self._config.timeouts.gone_s)
 
     async def _exchange(self) -> None:
         """Send a report and act on the answer; leave it open when something changes on this host."""

@@ -199,7 +199,7 @@ class LocalReplicas(Replicas):
                 for task in tasks:
                     task.cancel()
                 found = await asyncio.gather(*tasks, return_exceptions=True)
-                await asyncio.gather(*(held.gone() for held in agent.held.values()))
+                await asyncio.gather(*(held.gone(self._config.timeouts.gone_s) for held in agent.held.values()))
                 await client.close()
                 self._live.discard(host.name)
             if isinstance(found[0], Exception) and not isinstance(found[0], _HostDown):

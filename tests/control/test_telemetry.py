@@ -258,7 +258,7 @@ async def test_the_end_has_a_deadline(s: Scene, status: int | None) -> None:
 
 
 async def test_other_ranks_are_spoken_for_as_long_as_they_speak(fast, monkeypatch, s: Scene) -> None:
-    monkeypatch.setattr(reporting, "HEARD_S", 0.3)
+    monkeypatch.setattr(reporting, "HEARD_S", 3.0)
     other = RankBeat(1, 8, "there", 5, t=7.0)
     s.reporter.relay(Telemetry("0-x-0", ({"event": "of rank 1"},), (), (other,), 4))
     await s.until(lambda: "of rank 1" in s.lighthouse.events, "its event arrives")

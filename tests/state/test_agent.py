@@ -227,10 +227,10 @@ def test_it_ends_when_told(agent: Running):
 
 
 def test_it_ends_by_itself_once_no_rank_is_there():
-    with agent_helpers.agent(2, "--linger", "0.3") as running:
+    with agent_helpers.agent(2, "--linger", "2") as running:
         rank = connect(2)
         with pytest.raises(subprocess.TimeoutExpired):
-            running.process.wait(0.6)
+            running.process.wait(3)
         write(rank, 1)
         rank.close()
         assert running.process.wait(DEADLINE_S) == 0

@@ -227,8 +227,8 @@ def silent() -> Iterator[tuple[str, Callable[[], None]]]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder may say nothing for a moment only."""
-    monkeypatch.setattr(blocks, "SILENT_S", 0.4)
-    monkeypatch.setattr(fetch, "CHUNK_S", 0.4)
+    monkeypatch.setattr(blocks, "SILENT_S", 1.5)
+    monkeypatch.setattr(fetch, "CHUNK_S", 1.5)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -305,7 +305,7 @@ async def test_a_rank_may_order_before_it_is_answered() -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_holder_that_says_nothing_is_given_up() -> None:
     with silent() as (address, _):
-        assert [why for _, why in read(address)[1].failed] == ["nothing within 0.4 s"]
+        assert [why for _, why in read(address)[1].failed] == ["nothing within 1.5 s"]
 
 
 @pytest.mark.usefixtures("impatient")
@@ -320,7 +320,7 @@ def test_a_piece_that_takes_longer_than_a_holder_may_be_silent_is_read(monkeypat
     memory[:] = whole
     slices.staged((STORE, 0), STORE, header, slot)
     with served(slices) as address, Proxies() as proxies:
-        link = proxies.add(address, 400e3).address
+        link = proxies.add(address, 150e3).address
         asked = SliceRead(large, shard_manifest.digest(header), link, ((0, len(whole), 0),))
         outcome = read_slices([asked], memoryview(into), TOKEN, DEADLINE_S, {})
     assert (outcome.failed, outcome.nbytes) == ([], len(whole))

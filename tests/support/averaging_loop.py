@@ -40,6 +40,7 @@ def main() -> None:
     average = Average(model)
     job.register_state("average", average.state_dict, average.load_state_dict)
     job.on_commit(average.update)
+    job.warm_up(lambda: model(data.batch(0, 0, job.rank)).backward())
     heard: list[Any] = []
     job.on_commit(lambda step: heard.append(step.step))
     job.on_rejoin(lambda step: heard.append(["rejoined", step]))

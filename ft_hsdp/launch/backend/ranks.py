@@ -7,6 +7,7 @@ and the spares of a machine, which the hosts share for which the machine stands.
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import time
@@ -20,7 +21,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostRanks
 from ft_hsdp.core.ledger import Run
 from ft_hsdp.core.restart import LEAVING, Cause, IncarnationId, exit_in_words, own_fault
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_USAGE, LighthouseUnreachable
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_USAGE, LighthouseUnreachable
 from ft_hsdp.launch.backend import gpus as gpu_shares
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.base import (
@@ -109,6 +110,7 @@ class HeldRanks(Changes):
         self.fed: tuple[Run | None, bool] = None, False  # as `last_fed` has it
         self.beside: list[HeldRanks] = [self]  # of all hosts on this machine that have ranks of the incarnation
         self._stopped: dict[int, float] = {}  # rank -> since when it is seen to be stopped
+        self._killed: dict[int, float] = {}  # rank -> since when it ought to be gone
         self._why: dict[int, str] = {}  # rank -> why it was killed
         self._run = run
         self._report_end = changed
@@ -153,6 +155,8 @@ class HeldRanks(Changes):
 
     def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
         gone = self.ranks[rank]
+        if gone.state == "exited":
+            return  # it was given up before
         gone.state, gone.code = "exited", code
         # With another code it had ended by itself, and is only heard of now.
         gone.killed = gone.killed and code == -signal.SIGKILL
@@ -168,7 +172,7 @@ class HeldRanks(Changes):
         self.ends.append(EndedRank(rank, code, gone.killed, cause, why[:WHY]))
         if first:
             facts = {"replica": self.replica, "incarnation": self.name, "rank": rank, "pid": gone.pid}
-            self._emit(supervised("ProcessExited", line, kind=exit_in_words(code), **facts))
+            self._emit(supervised("ProcessExited", self._why.get(rank, line), kind=exit_in_words(code), **facts))
         if code not in LEAVING and not self.leaving:
             self.kill()  # a replica without one of its ranks commits nothing
         if self.over and 0 in self.assigned.ranks:
@@ -195,16 +199,29 @@ class HeldRanks(Changes):
                 self._why[rank.rank] = why
                 facts = {"replica": self.replica, "incarnation": self.name}
                 self._emit(supervised("EvictionOrdered", why, **facts))
+                self._killed.setdefault(rank.rank, now)
                 rank.process.signal(signal.SIGKILL)
 
-    async def gone(self) -> None:
-        await self.wait_for(lambda: self.over)
+    def give_up(self, longest_s: float) -> None:
+        """Count a rank as ended by broken hardware that SIGKILL has not ended for ``longest_s`` seconds.
+
+        It does nothing more, but the kernel keeps it: it waits for a device or a disk.
+        """
+        now = time.monotonic()
+        for rank in self.living:
+            if now - self._killed.get(rank.rank, math.inf) >= longest_s:
+                self._why[rank.rank] = f"SIGKILL does not end process {rank.pid}; a device or a disk hangs"
+                self.exited(rank.rank, rank.process, EXIT_HARDWARE)
+
+    async def gone(self, longest_s: float | None = None) -> None:
+        await self.wait_for(lambda: self.over, longest_s)
 
     def kill(self) -> None:
         """Send SIGKILL to all ranks, and start no other one."""
         self.dropped = True
         for rank in self.living:
             rank.killed = True
+            self._killed.setdefault(rank.rank, time.monotonic())
         self.send(signal.SIGKILL)  # it also ends stopped ones
 
     def send(self, number: int) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ft_hsdp.core.host_report import AssignedRanks
-from ft_hsdp.core.restart import Cause
+from ft_hsdp.core.restart import Cause, code_of
 from ft_hsdp.launch.backend.base import RankProcess
 from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.backend.rank_end import COUNTS_S, KernelLog, is_evidence
@@ -69,3 +69,21 @@ def test_a_rank_that_ends_by_itself_beside_such_a_line_has_that_cause(
     held.exited(0, process, code)
     (end,) = held.ends
     assert (end.code, end.cause, end.why.startswith(GONE)) == (code, cause, cause != "")
+
+
+async def test_a_rank_that_does_not_end_when_it_is_killed_counts_as_broken_hardware(run_dir: RunDir) -> None:
+    held = HeldRanks(AssignedRanks("0-a-0", (0, 1), ("h", "h"), "127.0.0.1:1"), run_dir.config, run_dir)
+    held.starting.clear()
+    ranks = {number: Forked(7 + number, ForkServer(run_dir.path), "here", "h") for number in (0, 1)}
+    for number, process in ranks.items():
+        held.started(number, process)
+    held.give_up(0.0)
+    assert len(held.living) == 2, "nobody has killed them"
+    held.kill()
+    held.exited(0, ranks[0], -9)
+    held.give_up(60.0)
+    assert not held.over
+    held.give_up(0.0)
+    held.exited(1, ranks[1], -9)  # later, after all
+    assert [(end.rank, code_of(end), end.killed) for end in held.ends] == [(0, -9, True), (1, 76, False)]
+    await held.gone(0.0)

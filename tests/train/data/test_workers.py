@@ -154,10 +154,10 @@ def hang(index: int) -> None:
 
 def test_a_worker_that_hangs_is_an_error_after_the_timeout(tmp_path: Path) -> None:
     """Torch says so itself; it is one line, and may be tried again."""
-    with reading(Diary(tmp_path, hang), timeout=1) as reader:
+    with reading(Diary(tmp_path, hang), timeout=5) as reader:
         reader.guess(after(0))
         assert reader.batch(at(0), after(1))["index"].tolist() == [0]
-        with pytest.raises(Retryable, match=r"^the data of this rank: DataLoader timed out after 1 seconds$"):
+        with pytest.raises(Retryable, match=r"^the data of this rank: DataLoader timed out after 5 seconds$"):
             reader.batch(at(3), after(4))
         for child in active_children():
             child.kill()
