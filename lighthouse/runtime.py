@@ -52,7 +52,9 @@ class LoggedFindings:
         blames = name in ("CulpritFound", "StragglerSeen")
         if blames or (name == "JobDoubted" and row["source"] == "lighthouse"):
             self._events(row)
-        if blames and row["replica"] is not None and not row["over"]:
+        if name == "StragglerSeen" and row["over"]:
+            self._service.catches_up(row["replica"])
+        elif blames and row["replica"] is not None and not row["over"]:
             told = (row[key] for key in ("replica", "kind", "witnesses", "epoch", "reason", "rank"))
             self._service.suspect(Culprit(*told))
 

@@ -46,6 +46,7 @@ from lighthouse.store import StateSaver, Store, StoreFailed
 LONG_POLL_S = 20.0  # a request that is open for this long is answered with Wait
 LINGER_S = 1.0  # such a request still counts for this long: the replica is about to repeat it
 TICK_S = 0.05  # between two looks at the time, while time can change something
+AGAIN_S = 60.0  # between two looks at a replica that is slow and stays
 STORE_RETRY_S = 1.0  # before a store that failed is tried again
 
 Journal = Callable[[Mapping[str, object]], None]
@@ -150,6 +151,7 @@ class Service:
         self._evictions = Evictions()
         # When a culprit was evicted or moved last. Another lighthouse may have done so before this one came.
         self._culprit_at = -math.inf if state.grant is None else clock()
+        self._slow: dict[int, commands.Culprit] = {}  # by replica: one that is slow and stays where it is
         self._waiting: str | None = None  # what the open requests wait for
         self._told: str | None = None  # the newest reason to wait that is in the journal
         self._timer: asyncio.TimerHandle | None = None
@@ -359,16 +361,32 @@ class Service:
     def suspect(self, found: commands.Culprit) -> None:
         """Evict or move a culprit, if the operator wants that and `commands.plan_culprit` allows it.
 
-        It is done a moment later, so this may be called while the journal takes a row.
+        It is done a moment later, so this may be called while the journal takes a row. A replica that is slow, and
+        stays because of that moment, is looked at again every `AGAIN_S` seconds, until `catches_up`.
         """
         if commands.takes(self.state, found):
-            asyncio.get_running_loop().call_soon(self._act_on, found)
+            asyncio.get_running_loop().call_soon(self._act_on, found, self.state.views[found.replica].incarnation)
 
-    def _act_on(self, found: commands.Culprit) -> None:
+    def catches_up(self, replica: int) -> None:
+        """Take note that a replica is slow no more."""
+        self._slow.pop(replica, None)
+
+    def _look_again(self, found: commands.Culprit, incarnation: str | None) -> None:
+        if self._slow.get(found.replica) is found and not self._closed:
+            grant = self.state.grant
+            self._act_on(found if grant is None else found._replace(epoch=grant.epoch), incarnation)
+
+    def _act_on(self, found: commands.Culprit, incarnation: str | None) -> None:
+        self._slow.pop(found.replica, None)
+        if self.state.views[found.replica].incarnation != incarnation:
+            return
         now, why = self._clock(), f"by the diagnosis: {found.why}"
         planned = commands.plan_culprit(self.state, found, now, now - self._culprit_at, self._evictions.orders)
         if isinstance(planned, commands.Impossible):
             _log.warning("replica %d stays: %s", found.replica, planned.detail)
+            if found.kind == commands.SLOW:
+                self._slow[found.replica] = found
+                asyncio.get_running_loop().call_later(AGAIN_S, self._look_again, found, incarnation)
         elif planned.due and not self._closed:
             self._culprit_at = now
             if planned.host:

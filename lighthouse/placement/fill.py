@@ -97,9 +97,10 @@ def fill(s: LighthouseState, now: float) -> Step:
 
 
 def _left(s: LighthouseState, given: Assignment) -> bool:
-    """Return whether the hosts that a replica lacks have left on request: others need not wait for it."""
+    """Return whether the hosts that a replica lacks have left on request: others, if any stay, need not wait."""
     lacked = [s.presence.host(given.hosts[n].name) for n in given.missing]
-    return all(each is not None and each.report.leaving for each in lacked)
+    stays = any(not each.report.leaving for each in s.presence.hosts.values())
+    return stays and all(each is not None and each.report.leaving for each in lacked)
 
 
 def _take(s: LighthouseState, replica: int, given: Assignment, now: float) -> Step:

@@ -289,7 +289,7 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         kind = "evicted"  # all were to be killed, and this one saw another one go
     step = s.head.step if s.head is not None else 0
     committed = step - me.base if me.contributed else 0
-    shows = rank is not None and (me.why in ("", ENDED) or code_of(rank) == EXIT_HARDWARE)
+    shows = rank is not None and (me.why in ("", ENDED) or restart.code_of(rank) == EXIT_HARDWARE)
     why = says(rank) if rank is not None and shows else me.why or f"all ranks ended: {kind}"
     facts: dict[str, object] = {"replica": replica, "incarnation": me.incarnation}
     codes = {str(r.rank): r.code for _, r in me.ended}

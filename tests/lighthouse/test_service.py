@@ -10,7 +10,7 @@ from ft_hsdp.core.grant import Continue, Grant, Refused
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, Wait
 from lighthouse import service as services
-from lighthouse.quorum.commands import Culprit
+from lighthouse.quorum.commands import CULPRIT_S, Culprit
 from lighthouse.runtime import LoggedFindings
 from lighthouse.store import StoreFailed
 from tests.support.lighthouse.lighthouse_helpers import (
@@ -272,3 +272,27 @@ async def test_another_lighthouse_waits_before_it_evicts_a_culprit():
     service.suspect(Culprit(1, "absent", 2, 1, "it hangs"))
     await quiet()
     assert not events(rows, "ReplicaEvicted")
+
+
+async def test_a_slow_replica_that_stays_for_now_is_looked_at_again_until_it_catches_up(monkeypatch):
+    monkeypatch.setattr(services, "AGAIN_S", 0.0)
+    seconds = [100.0]
+    store = MemoryStore()
+    await granted(make_service(3, store=store)[0], 0, 1, 2)
+    for over, evicted in ((False, 1), (True, 0)):
+        service, rows = make_service(
+            3, store=MemoryStore(store.rows), on_straggler="demote", clock=lambda: seconds[0]
+        )
+        service.state = hosted(service.state)
+        heard(service, {r: name(r) for r in range(3)})
+        findings = LoggedFindings(rows.append, service)
+        row = {"event": "StragglerSeen", "replica": 1, "rank": 0, "kind": "slow", "witnesses": 2, "epoch": 1}
+        findings.take("event", 1, {**row, "over": False, "reason": "it is slow"})
+        await quiet()
+        assert not events(rows, "ReplicaEvicted"), "another lighthouse may have evicted one just now"
+        if over:
+            findings.take("event", 2, {**row, "over": True, "reason": "it is not"})
+        seconds[0] += CULPRIT_S + 1
+        await quiet()
+        assert len(events(rows, "ReplicaEvicted")) == evicted
+        service.close()

@@ -602,6 +602,19 @@ def test_a_host_that_is_told_to_end_gives_its_ranks_to_a_spare_one() -> None:
     assert (w.me().used, w.me().restart.used) == (("b",), 0)
 
 
+@pytest.mark.parametrize(("ends", "told"), [(("a",), 1), (("a", "b"), 0)])
+def test_a_replica_whose_host_is_told_to_end_has_no_place_unless_all_hosts_are(
+    ends: tuple[str], told: int
+) -> None:
+    w = World("a", "b", each=1)
+    w.leaving.update(ends)
+    for host in ends:
+        w.report(host)
+    w.leave("a")
+    w.settle()
+    assert len(w.told("ReplicaUnplaced")) == told
+
+
 def test_after_the_lighthouse_was_started_again_all_stays_where_it_is() -> None:
     w = World("a", "b", "c", each=1)
     before = w.s.placement
@@ -650,6 +663,7 @@ def test_a_rank_that_sees_another_one_evicted_is_not_what_ended_its_replica(
     w.settle()
     (note,) = w.told_as("ReplicaExited")
     assert note.facts["kind"] == kind
+    assert note.reason.startswith("rank 0 ended with") is (cause == "hardware")
 
 
 def order(w: World, action: Any, host: str, *, force: bool = False) -> bool:
