@@ -2,6 +2,7 @@ import asyncio
 import json
 import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -274,8 +275,8 @@ async def test_another_lighthouse_waits_before_it_evicts_a_culprit():
     assert not events(rows, "ReplicaEvicted")
 
 
-async def test_a_slow_replica_that_stays_for_now_is_looked_at_again_until_it_catches_up(monkeypatch):
-    monkeypatch.setattr(services, "AGAIN_S", 0.0)
+@mock.patch.object(services, "AGAIN_S", 0.0)
+async def test_a_slow_replica_that_stays_for_now_is_looked_at_again_until_it_catches_up():
     seconds = [100.0]
     store = MemoryStore()
     await granted(make_service(3, store=store)[0], 0, 1, 2)

@@ -88,7 +88,7 @@ def test_the_replica_of_a_slow_rank_moves_to_a_spare_host_or_is_started_again(sp
     hosts = {"hosts__per_replica": 1, "hosts__spare": spare}
     with Job(tmp_path, ENDLESS, **HANGS, **hosts, quorum__on_straggler="demote") as job:
         job.until(lambda: len(job.contributing()) == 3 and job.step() > 20, "three contribute")
-        lift = hangs.order(job.run, "slow_rank", 1, 1)
+        lift = hangs.order(job.run, "slow_rank", 1, 1, seconds=0.08)
         what = "HostCordoned" if spare else "ReplicaEvicted"
         job.until(lambda: job.events(what), what, 2 * TIMEOUT_S)
         lift()

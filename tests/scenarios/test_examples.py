@@ -107,13 +107,14 @@ def test_the_spare_host_goes_on_from_the_copies_of_the_other_one(tmp_path: Path)
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(600)
 def test_a_replica_goes_on_with_two_of_four_ranks_and_grows(tmp_path: Path) -> None:
     steps = 200
-    with Example(tmp_path, "configs/shrink.yaml") as job:
+    with Example(tmp_path, "configs/shrink.yaml", "--timeouts.evict_s=5") as job:  # its host is away for 8 s
         run = RunDir(job.run)
         job.until(lambda: job.events("Shrunk"), "fewer ranks")
         job.until(lambda: any("  2 of 4 ranks" in line for line in lines(run, status(run))), "`status` says so")
-        summary = job.ends_at(steps, 200.0)
+        summary = job.ends_at(steps)
         (shrunk,), (grown,) = job.events("Shrunk"), job.events("Grown")
         assert [(e["replica"], e["from"], e["to"]) for e in (shrunk, grown)] == [(0, 4, 2), (0, 2, 4)]
         assert [failure["kind"] for failure in summary["failures"]] == ["host"]

@@ -203,6 +203,7 @@ def test_machines_that_were_cut_off_come_back_with_old_copies(tmp_path: Path) ->
 
 
 @PROOF
+@pytest.mark.timeout(600)
 def test_the_words_of_the_page_run_a_job_and_lose_a_machine(tmp_path: Path) -> None:
     """`kill -9 %4` ends the holder of host c, which may be the spare one."""
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "hosts.md").read_text(), re.DOTALL)
@@ -226,7 +227,7 @@ def test_the_words_of_the_page_run_a_job_and_lose_a_machine(tmp_path: Path) -> N
             states = [each.get("state") for each in status["replicas"]]
             return states == ["training"] * 2 and len(used) == 4 and used <= hosts
 
-        until(lambda: trains(seen(), set("abcde")), "both replicas train", 90.0)
+        until(lambda: trains(seen(), set("abcde")), "both replicas train", 240.0)
         before = seen()["step"]
         (machine.tmp / "go").write_text("\n")
-        until(lambda: trains(now := seen(), set("abde")) and now["step"] > before, "they do again", 90.0)
+        until(lambda: trains(now := seen(), set("abde")) and now["step"] > before, "they do again", 240.0)

@@ -132,8 +132,7 @@ def test_a_replica_that_committed_alone_is_left_behind_and_heals(tmp_path: Path)
         "token-second": {"replicas": [0], "step": at, "signal": "STOP"},
         "record-lost": {"replicas": [1, 2], "step": at},
     }
-    limits = {"ftar.timeout_s": 1.0, "timeouts.connect_s": 1.0}
-    limits |= {"timeouts.evict_s": 60.0, "debug.failpoints": failpoints}
+    limits = {"timeouts.evict_s": 60.0, "debug.failpoints": failpoints}
     with Job(tmp_path, steps, **limits) as job:
         job.until(lambda: job.step() >= 2, "step 2")
         job.until(lambda: job.stopped(0, 0), "replica 0 stops")

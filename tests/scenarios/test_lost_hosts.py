@@ -8,6 +8,7 @@ import pytest
 from ft_hsdp.launch.run.directory import RunDir, alive
 from ft_hsdp.launch.run.status import status
 from tests.support.scenarios.scenario_job import Job
+from tests.support.slow_script import write_slow_script
 
 
 def agents(job: Job, host: str) -> list[int]:
@@ -27,7 +28,9 @@ def kept(pid: int) -> int:
 
 def test_a_host_is_lost_and_comes_back_empty_and_the_others_train_meanwhile(tmp_path: Path) -> None:
     steps, hosts = 30, {"hosts.per_replica": 2, "hosts.labels": {"r0*": "a/1", "r1h0": "2"}}
-    with Job(tmp_path, steps, replicas=2, **hosts) as job:
+    script = tmp_path / "train.py"
+    write_slow_script(script, tmp_path / "hurry", 0.8)  # a lost host may be found after `timeouts.evict_s` only
+    with Job(tmp_path, steps, replicas=2, entry=str(script), **hosts) as job:
         job.until(lambda: job.step() >= 3, "step 3")
         shown = status(RunDir(job.run))["replicas"]
         assert [[(h["host"], h["ranks"]) for h in r["hosts"]] for r in shown] == [
@@ -45,6 +48,7 @@ def test_a_host_is_lost_and_comes_back_empty_and_the_others_train_meanwhile(tmp_
         assert len(job.events("ReplicaStarted", replica=0)) == 1, "it has no place while its host is down"
         lost.lifted("it is back")
         job.until(lambda: len(job.events("ReplicaStarted", replica=0)) == 2, "the second life")
+        job.hurry()
         job.ends_well(steps)
         assert [len(agents(job, host)) for host in ("r0h0", "r0h1", "r1h0", "r1h1")] == [1, 2, 1, 1]
 

@@ -38,11 +38,11 @@ def settled(job: Job) -> None:
 
 
 def test_a_replica_that_lost_a_rank_goes_on_in_a_spare(tmp_path: Path) -> None:
-    with Job(tmp_path, 45, replicas=2, spares=2) as job:
+    with Job(tmp_path, 100, replicas=2, spares=2) as job:
         pids = ready(job)
         job.signal(1, 1, signal.SIGKILL)
         job.until(lambda: len(starts(job, 1)) == 2, "the second life")
-        job.ends_at(45)
+        job.ends_at(100)
         settled(job)
         first, second = starts(job, 1)
         assert (first["how"], second["how"], second["pids"]) == ("cold", WARM, pids)
@@ -60,7 +60,7 @@ def test_a_spare_that_dies_is_nobodys_failure_and_one_that_dies_while_it_is_prom
     tmp_path: Path,
 ) -> None:
     """The second one dies on its first look at the state, before its replica has checked in, or soon after."""
-    with Job(tmp_path, 80, replicas=2, spares=2) as job:
+    with Job(tmp_path, 160, replicas=2, spares=2) as job:
         first = ready(job)
         os.kill(first[0], signal.SIGKILL)
         job.until(lambda: spares(job) and ready(job) != first, "another spare")
@@ -68,7 +68,7 @@ def test_a_spare_that_dies_is_nobodys_failure_and_one_that_dies_while_it_is_prom
         job.signal(1, 0, signal.SIGKILL)
         job.until(lambda: len(starts(job, 1)) == 2, "the second life")
         os.kill(pids[0], signal.SIGKILL)
-        summary = job.ends_well(80)
+        summary = job.ends_well(160)
         settled(job)
         assert job.events("SpareLost")[0]["pids"] == first
         assert summary["replicas"]["1"]["incarnations"] == 3

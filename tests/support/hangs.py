@@ -28,13 +28,13 @@ SO_MAX_PACING_RATE = 47
 COLLECTIVES = ("all_gather_single", "reduce_scatter_single")  # what FSDP2 calls
 
 
-def order(run: Path, kind: str, replica: int, rank: int) -> Callable[[], None]:
+def order(run: Path, kind: str, replica: int, rank: int, **more: float) -> Callable[[], None]:
     """Have one rank fail in the way of `kind`, from within 50 ms on; return what lifts it."""
     folder = run / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     file = folder / f"{kind}-{replica}-{rank}.json"
     part = file.with_suffix(".part")
-    part.write_text(json.dumps({"kind": kind, "replica": replica, "rank": rank}))
+    part.write_text(json.dumps({"kind": kind, "replica": replica, "rank": rank, **more}))
     os.replace(part, file)
     return lambda: file.unlink(missing_ok=True)
 
@@ -137,16 +137,14 @@ def _kind(make: Callable[[], contextlib.AbstractContextManager[None]]) -> Callab
     return lambda order, run: make()
 
 
-def _slower() -> contextlib.AbstractContextManager[None]:
-    return _around(lambda: time.sleep(SLOWER_S), _nothing)
-
-
 KINDS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "hang_before": lambda: _hang("before"),
     "hang_after": lambda: _hang("after"),
     "hang_in": _engine_hangs,
     "lost_message": _loses,
-    "slow_rank": _slower,
     "slow_link": _slow_link,
 }
 fault_injection.fakes.update({name: _kind(make) for name, make in KINDS.items()})
+fault_injection.fakes["slow_rank"] = lambda order, run: _around(
+    lambda: time.sleep(order.seconds or SLOWER_S), _nothing
+)

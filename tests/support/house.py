@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "statements": (42_042, 39_000),
     "lines with JavaScript": (77_383, 71_000),
     "benchmarks outside the package": (4_173, 4_173),  # statements: 4,000, `culprits`, `study_speed`
-    "test lines": (71_182, 66_000),  # the model checker among them
+    "test lines": (71_187, 66_000),  # the model checker among them
     "modules with code": (307, 310),
     "configuration keys": (130, 124),  # 120; `interfaces`, `alerts`, two of `train`, `on_*`, `eval`, `check`
     "timeouts among them": (15, 14),
