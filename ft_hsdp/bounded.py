@@ -24,7 +24,7 @@ MAX_KEYS = 1 << 12
 SHOWN = 120  # characters of what is wrong
 
 _TAG = re.compile(rb'\s*\{\s*"type"\s*:\s*"(\w{1,40})"')  # of a message
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
+_to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 _LISTS = ("list", "tuple", "set", "frozenset")
 _OPAQUE = ("metadata", "serialization", "cls", "ref", "schema_ref", "config", "default")
@@ -74,8 +74,9 @@ class MessageCodec:
         return self._adapter(self._tags[type(message)]).serializer.to_python(message, mode="json")
 
     def encode(self, message: object) -> bytes:
+        """Return a message as JSON. A lone surrogate, as in a file's name, becomes "?": `decode` refuses it."""
         document = {"type": self._tags[type(message)], "body": self.body(message)}
-        return _to_json(document).encode()
+        return _to_json(document).encode(errors="replace")
 
     def decode(self, data: bytes, *expected: type) -> Any:
         """Return the message in `data`. The cost is linear in the bytes.

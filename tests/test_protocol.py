@@ -129,6 +129,11 @@ def test_messages_of_the_state_agent_are_checked_as_all_are() -> None:
             messages.decode(b" " * messages.MAX_MESSAGE + data, *expected)
 
 
+def test_a_text_with_a_lone_surrogate_reaches_the_receiver_all_the_same() -> None:
+    said = protocol.encode(protocol.Wait("no file \udcff \N{SNOWMAN}"))
+    assert protocol.decode(said, protocol.Wait) == protocol.Wait("no file ? \N{SNOWMAN}")
+
+
 def test_a_message_of_another_type_is_not_let_in() -> None:
     data = protocol.encode(effects.Exit(0, "all is well"))
     assert protocol.decode(data, effects.Exit) == effects.Exit(0, "all is well")

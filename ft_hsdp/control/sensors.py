@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import Any
 import psutil
 
 from ft_hsdp.mounts import existing
+from ft_hsdp.protocol import MAX_COUNT
 
 EVERY_S = 15.0
 KEPT_S = 40.0  # a value that is older is not told
@@ -60,15 +62,17 @@ class Sensors:
         while not self._over.is_set():
             values: dict[str, float] = {}
             try:
-                values = {name: max(0.0, float(value)) for name, value in sensor().items()}
+                values = {name: float(value) for name, value in sensor().items()}
             except Exception as error:  # a library may raise anything
                 if not told:
                     _log.warning("not measured: %s: %s", type(error).__name__, error)
                 told = True
             now, counts = self._clock(), {name: values.pop(name) for name in RATES if name in values}
             for name in counts.keys() & before.keys():
-                values[name] = max(0.0, counts[name] - before[name]) / max(now - at, 1e-3)
-            self._found[number], at, before = (now, values), now, counts
+                values[name] = (counts[name] - before[name]) / max(now - at, 1e-3)
+            # Another number makes the whole message invalid; AWS EFS reports 2^63 free bytes.
+            valid = {name: min(max(0.0, v), MAX_COUNT) for name, v in values.items() if math.isfinite(v)}
+            self._found[number], at, before = (now, valid), now, counts
             self._over.wait(self._every_s)
 
 

@@ -152,8 +152,9 @@ class Tracer:
 
     def _lately(self, ring: GroupTrace) -> GroupTrace:
         """Return a ring with the seconds since the trace before the newest one, instead of all."""
-        before = self._spent.get(ring.name, (0.0, 0.0))
-        return replace(ring, in_s=ring.in_s - before[0], blocked_s=ring.blocked_s - before[1])
+        in_s, blocked_s = self._spent.get(ring.name, (0.0, 0.0))
+        # A look may miss what an earlier one had (`WaitClock`); the lighthouse refuses a negative number.
+        return replace(ring, in_s=max(0.0, ring.in_s - in_s), blocked_s=max(0.0, ring.blocked_s - blocked_s))
 
     def trace(
         self, epoch: int, rings: tuple[GroupTrace, ...], progress: int, doing: str, paused: bool

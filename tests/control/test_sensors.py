@@ -1,5 +1,6 @@
 """Sensors of a rank: what hangs or fails lacks, and the rest is told."""
 
+import math
 import os
 import threading
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ft_hsdp import protocol
 from ft_hsdp.control import sensors
 from ft_hsdp.control.sensors import KEPT_S, REPEAT_S, Sensors
+from ft_hsdp.protocol import MAX_COUNT, RankBeat, Telemetry
 from lighthouse.overview.machines import MEASURES
 from tests.support.waiting import until
 
@@ -68,11 +71,20 @@ def test_a_rate_is_what_was_counted_in_a_second() -> None:
 
     def counts() -> dict[str, float]:
         now[0] += 2.0
-        return {"host_sent_bytes_per_second": 100.0 * now[0], "host_run_free_bytes": 5.0}
+        return {"host_sent_bytes_per_second": 2.0**54 + 100.0 * now[0], "host_run_free_bytes": 5.0}
 
     found = Sensors([counts], lambda: now[0], 0.001)
     until(lambda: found.newest() == {"host_sent_bytes_per_second": 100.0, "host_run_free_bytes": 5.0}, "the rate")
     found.close()
+
+
+def test_whatever_is_measured_its_beat_can_be_read() -> None:
+    measured = {"efs": 2.0**63, "cold": -3.0, "endless": math.inf, "odd": math.nan, "rank_cpu_ratio": math.nan}
+    found = Sensors([lambda: measured], every_s=0.001)
+    until(lambda: found.newest() == {"efs": MAX_COUNT, "cold": 0.0}, "what can be told")
+    beat = Telemetry("0-x-0", ranks=(RankBeat(0, 1, "here", 2, load=found.newest()),))
+    found.close()
+    assert protocol.decode(protocol.encode(beat), Telemetry) == beat
 
 
 def test_the_values_are_those_of_this_process_and_this_machine(tmp_path: Path) -> None:

@@ -82,6 +82,15 @@ def test_a_ring_in_which_something_moves_is_not_still(s: Scene, what: str) -> No
     assert s.after(1.0) is not None, "to wait is no movement"
 
 
+def test_a_time_that_a_look_misses_is_not_negative(s: Scene) -> None:
+    s.rings = (replace(RING, in_s=5.0, blocked_s=5.0),)
+    assert [s.after(EVERY_S, done=1) is None for _ in range(2)] == [False, False]
+    s.rings = (RING,)
+    told = s.after(EVERY_S, done=1)
+    assert told is not None
+    assert (told.groups[1].in_s, told.groups[1].blocked_s) == (0.0, 0.0)
+
+
 def test_a_pause_is_not_standing_still(s: Scene) -> None:
     assert s.after(5.0, doing="evaluation", paused=True) is None
     told = s.after(EVERY_S, doing="evaluation", paused=True)

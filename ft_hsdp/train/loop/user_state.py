@@ -27,6 +27,7 @@ MAX_DEPTH = 16  # of lists and dicts in each other
 MAX_INT = 2**63
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Values = dict[str, dict[str, Any]]
 """The JSON values of each registered state, by its name and their keys."""
@@ -136,7 +137,7 @@ class UserState:
         tensors: dict[str, torch.Tensor] = {}
         values: dict[str, Any] = {}
         for key, value in found.items():
-            if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY:
+            if not _is_text(key) or not 0 < len(key) <= MAX_KEY:
                 raise ConfigError(_key(each.name), key, f"keys of 1 to {MAX_KEY} characters")
             if isinstance(value, torch.Tensor):
                 if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
@@ -157,8 +158,13 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device.type}{sharded}"
 
 
+def _is_text(value: object) -> bool:
+    """Return whether a value is a str that others can read: a manifest with a lone surrogate cannot be decoded."""
+    return isinstance(value, str) and _SURROGATE.search(value) is None
+
+
 def _plain(where: str, value: Any, depth: int) -> Any:
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool) or _is_text(value):
         return value
     if isinstance(value, int) and abs(value) < MAX_INT:
         return value
@@ -166,8 +172,8 @@ def _plain(where: str, value: Any, depth: int) -> Any:
         return value
     if depth and type(value) is list:
         return [_plain(where, each, depth - 1) for each in value]
-    if depth and isinstance(value, dict) and all(isinstance(key, str) for key in value):
+    if depth and isinstance(value, dict) and all(map(_is_text, value)):
         return {key: _plain(where, each, depth - 1) for key, each in value.items()}
     shown = value if isinstance(value, int | float) else type(value).__name__
-    allowed = "a tensor, or a JSON value: None, bool, str, int, a finite float, a list or a dict of them by str"
+    allowed = "a tensor, or JSON: None, bool, Unicode text, int, a finite float, a list or a dict of them by text"
     raise ConfigError(where, shown, allowed)

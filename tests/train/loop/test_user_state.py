@@ -154,6 +154,8 @@ def nested(depth: int) -> Any:
         float("nan"),
         2**63,
         {1: 2},
+        ["\udcff"],
+        {"\udcff": 2},
         [[torch.ones(1)]],
         torch.eye(2).to_sparse(),
         torch.empty(2, device="meta"),
@@ -168,7 +170,7 @@ def test_values_that_are_too_long_as_json_are_refused() -> None:
     refused(user(lambda: {"k": "x" * (MAX_JSON + 1)}).fix, key="job.register_state")
 
 
-@pytest.mark.parametrize("found", [[1], None, {3: 1}, {"": 1}, {"k" * 513: 1}])
+@pytest.mark.parametrize("found", [[1], None, {3: 1}, {"": 1}, {"k" * 513: 1}, {"\udcff": 1}])
 def test_a_state_dict_is_a_mapping_by_text(found: Any) -> None:
     refused(user(lambda: found).fix, r"^job.register_state\(mine\): got")
 
