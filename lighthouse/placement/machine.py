@@ -189,10 +189,7 @@ def _advance(s: LighthouseState, replica: int, event: Event, now: float) -> Step
         started = {**facts, "hosts": list(me.used), "how": how, "pids": pids}
         effects.append(Note("ReplicaStarted", me.reason, started))
         me = replace(me, how=how)
-    if s.grant is not None and not me.contributed:
-        member = s.grant.member(replica, me.incarnation)
-        committed = s.head is not None and s.head.commit_epoch == s.grant.epoch
-        me = replace(me, contributed=committed and member is not None and member.role == "contribute")
+    me = _with_commits(s, replica, me)
     if me.contributed and not s.placement.trained:
         s = with_placement(s, placement=replace(s.placement, trained=True))
     if me.prevented and _joined(s, replica, me):
@@ -233,6 +230,20 @@ def _with_ends(s: LighthouseState, me: PlacedReplica, now: float) -> PlacedRepli
     since = me.since if me.since is not None or not ended else now
     after = replace(me, ended=ended, failed=failed, done=done, fed=fed, usable=usable, since=since)
     return me if after == me else after
+
+
+def _with_commits(s: LighthouseState, replica: int, me: PlacedReplica) -> PlacedReplica:
+    """Return a record that counts the steps to which an incarnation has contributed; others show no progress."""
+    grant = s.grant
+    if grant is None or s.head is None or s.head.commit_epoch != grant.epoch:
+        return me
+    member, begun = grant.member(replica, me.incarnation), grant.base.step
+    if member is None or member.role != "contribute":
+        return replace(me, until=me.until or begun) if me.contributed else me
+    if me.contributed and not me.until:
+        return me
+    before = me.until - me.base if me.contributed else 0
+    return replace(me, contributed=True, base=begun - before, until=0)
 
 
 def _started(s: LighthouseState, me: PlacedReplica) -> tuple[str, list[int]] | None:
@@ -288,7 +299,7 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
     if me.why not in ("", ENDED) and not lost and not silent and rank is not None and bereft(rank):
         kind = "evicted"  # all were to be killed, and this one saw another one go
     step = s.head.step if s.head is not None else 0
-    committed = step - me.base if me.contributed else 0
+    committed = (me.until or step) - me.base if me.contributed else 0
     shows = rank is not None and (me.why in ("", ENDED) or restart.code_of(rank) == EXIT_HARDWARE)
     why = says(rank) if rank is not None and shows else me.why or f"all ranks ended: {kind}"
     facts: dict[str, object] = {"replica": replica, "incarnation": me.incarnation}

@@ -70,8 +70,9 @@ class PlacedReplica:
     first: int = 0  # restarts before that run
     start: int = 0  # the number of its start, over all replicas
     master: str = ""  # "host:port" of its rank 0
-    base: int = 0  # step of the head when it was started
+    base: int = 0  # step of the head when it was started; then the newest step less those it has contributed to
     contributed: bool = False  # it was a contributor when a step was committed
+    until: int = 0  # the last step to which it has contributed, if others have committed since; 0: they have not
     done: bool = False  # its script has ended its part of the job
     ended: tuple[tuple[str, EndedRank], ...] = ()  # ranks that ended by themselves, with the names of their hosts
     buried: tuple[str, ...] = ()  # its hosts of which an operator says that they are gone

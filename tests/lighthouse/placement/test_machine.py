@@ -101,6 +101,15 @@ class World:
     def at_step(self, step: int) -> None:
         self.s = replace(self.s, head=replace(initial("c", "w"), step=step))
 
+    def commit(self, steps: int, *replicas: int) -> None:
+        """Replicas commit steps in an epoch of their own."""
+        base = self.s.head or initial("c", "w")
+        members = tuple(Member(n, self.me(n).incarnation, "contribute") for n in replicas)
+        grant = Grant(1, self.s.epoch + 1, base, members, 2, "")
+        head = replace(base, commit_epoch=grant.epoch, step=base.step + steps)
+        self.s = replace(self.s, epoch=grant.epoch, grant=grant, head=head)
+        self.settle()
+
     def lose(self, *hosts: str, after_s: float = EVICT_S + 1) -> None:
         """Hosts are silent from now on, for so long that they count as lost."""
         self.cut |= set(hosts)
@@ -590,6 +599,21 @@ def test_a_host_that_ends_ranks_again_and_again_is_left_if_others_train_beside_t
         w.ends("a", 0, -11)
         w.settle(10.0)
     assert w.me().used == (used,)
+
+
+@pytest.mark.parametrize(("own", "healthy"), [((1,), False), ((6, 3), False), ((6, 4), True)])
+def test_steps_that_others_commit_without_a_replica_are_no_progress_of_it(
+    own: tuple[int, ...], healthy: bool
+) -> None:
+    w = World("a", "b", "c", each=1)
+    for _ in range(3):
+        w.commit(12, 1)  # while it is started
+        for steps in own:
+            w.commit(steps, 0, 1)
+            w.commit(12, 1)  # without it again
+        w.ends("a", 0, 70)
+        w.settle(10.0)
+    assert (w.me().used, w.me().restart.used) == ((("a",), 1) if healthy else (("c",), 3))
 
 
 def test_a_host_that_is_told_to_end_gives_its_ranks_to_a_spare_one() -> None:
