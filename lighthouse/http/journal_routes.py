@@ -9,7 +9,9 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,6 +107,8 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
     """
     routes = APIRouter()
     files = Static()
+    # Not the loop's own threads: the election renews its lease on those, and slow searches would hold them all.
+    searches, descriptions = ThreadPoolExecutor(1, "searches"), ThreadPoolExecutor(1, "descriptions")
     worker, viewer = [Depends(Bearer(keys, "worker"))], [Depends(Bearer(keys, "viewer"))]
 
     @routes.get("/", include_in_schema=False)
@@ -152,8 +156,8 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
         ] = False,
     ) -> JSONResponse:
         """Who keeps the job waiting."""
-        dump = journal.diagnosis()
-        return JSONResponse(await asyncio.to_thread(asdict if traces else describe, dump))
+        work = partial(asdict if traces else describe, journal.diagnosis())
+        return JSONResponse(await asyncio.get_running_loop().run_in_executor(descriptions, work))
 
     @routes.get("/v1/events", dependencies=viewer)
     async def events(
@@ -168,7 +172,8 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
         try:
             asked: EventQuery = {"after": after, "before": before, "limit": limit}
             asked |= {"replica": replica, "event": event, "text": text}
-            found = await asyncio.to_thread(journal.events, **asked)
+            search = partial(journal.events, **asked)
+            found = await asyncio.get_running_loop().run_in_executor(searches, search)
         except DatabaseFailed as error:
             raise _unreadable(error) from None
         return JSONResponse(found)

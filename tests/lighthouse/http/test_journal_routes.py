@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -12,6 +15,7 @@ from starlette.requests import Request
 
 from ft_hsdp import protocol
 from ft_hsdp.protocol import RankBeat, Telemetry
+from lighthouse.ha.election import Election
 from lighthouse.http.journal_routes import SECURITY, Static
 from lighthouse.http.rate_limits import STREAMS
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase
@@ -71,6 +75,32 @@ async def test_a_journal_that_cannot_be_read_is_503():
     for path in ("/v1/overview", "/v1/events"):
         answer = await site.call("GET", path, KEY)
         assert (answer.status_code, answer.json()) == (503, {"detail": "disk I/O error"})
+
+
+async def test_views_that_take_long_keep_no_lease_from_being_renewed():
+    class Slow(MemoryDatabase):
+        def events(self, **_):
+            began.set()
+            over.wait()
+            return []
+
+    class Etcd:
+        def keep_alive(self, lease):
+            return 0.0
+
+    began, over, site = threading.Event(), threading.Event(), Site(database=Slow())
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    asked = [asyncio.create_task(site.call("GET", "/v1/events", KEY)) for _ in range(3)]
+    try:
+        await async_until(began.is_set, "a search that takes long")
+        assert await asyncio.wait_for(Election(Etcd(), "key", "url", lease_s=1).keep(), 10)
+        other = loop.run_in_executor(None, over.wait)  # as a call to etcd that takes long
+        assert (await asyncio.wait_for(site.call("GET", "/v1/diagnosis", KEY), 10)).status_code == 200
+    finally:
+        over.set()
+    assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 3
+    await other
 
 
 # The page's files.
