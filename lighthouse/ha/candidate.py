@@ -87,7 +87,6 @@ class Candidate:
                 self._conclude(task.exception())
                 end()
 
-        self._instance.named(self._url)
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(ended)
 
@@ -115,25 +114,41 @@ class Candidate:
         async with httpx.AsyncClient(verify=trusted, trust_env=False, follow_redirects=False) as client:
             mirror = JournalMirror(self._database, lambda: self._election.leader, self._token, client)
             mirroring = asyncio.create_task(mirror.run())
+            naming = asyncio.create_task(self._keep_written(self._instance.named))
             try:
                 await self._election.win()
             finally:
                 mirroring.cancel()
-                await asyncio.gather(mirroring, return_exceptions=True)
+                naming.cancel()
+                await asyncio.gather(mirroring, naming, return_exceptions=True)
         store = EtcdStore(self._etcd, self._prefix, self._election)
         self._service, self._journal, app = self._begin(store, self._database, GAP)
         self._elected(self._service.state, self._journal)
         self._journal.begin()
         self.app.lead(app)
+        telling = asyncio.create_task(self._keep_written(self._instance.leads))
         keeping = asyncio.create_task(self._election.keep())
         try:
             while not keeping.done() and not store.deposed:
-                self._instance.leads(self._url)
                 await asyncio.wait({keeping}, timeout=POLL_S)
             self.deposed = store.deposed or keeping.result()
         finally:
             keeping.cancel()
+            telling.cancel()
         self._note("LighthouseDeposed", f"it does not lead any more: {self.deposed}", {})
+
+    async def _keep_written(self, write: Callable[[str], None]) -> None:
+        """Write to the run directory again and again, on a thread: if that fails or hangs, nothing else does."""
+        failed = False
+        while True:
+            try:
+                await asyncio.to_thread(write, self._url)
+                failed = False
+            except OSError as error:
+                if not failed:
+                    _log.error("where %s listens is not written: %s", self._url, error)
+                failed = True
+            await asyncio.sleep(POLL_S)
 
     def _elected(self, state: LighthouseState, journal: JobJournal) -> None:
         reason = f"it leads: fence {self._election.revision}, term {state.term}"

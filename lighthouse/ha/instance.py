@@ -60,15 +60,19 @@ class InstanceLock:
         return self.run_id(first)
 
     def named(self, url: str) -> None:
-        replace_json(self._folder / f"seat-{self.number}.json", {"pid": os.getpid(), "url": url})
+        """Write where this lighthouse listens, unless that is written. Raises OSError."""
+        file, said = self._folder / f"seat-{self.number}.json", {"pid": os.getpid(), "url": url}
+        if read_object(file) != said:
+            replace_json(file, said)
 
     def leads(self, url: str) -> None:
-        """Write to lighthouse.json that this lighthouse leads, and where all of them listen."""
+        """Write that this lighthouse leads, and where all of them listen, unless it is written. Raises OSError."""
         urls = [read_object(self._folder / f"seat-{n}.json").get("url") for n in range(MAX_INSTANCES)]
         every = list(dict.fromkeys(u for u in (url, *urls) if isinstance(u, str)))
         said = {**me(), "url": url, "urls": every}
         if read_object(self._run / "lighthouse.json") != said:
             replace_json(self._run / "lighthouse.json", said)
+        self.named(url)  # the directory may have failed since this one began to stand by
 
     def free(self) -> None:
         os.close(self._lock)

@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ft_hsdp import protocol, secret
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.http_proof import SCHEME, STALE
+from ft_hsdp.jsonl import WAIT_S, DiskThread
 from lighthouse.http.connections import NO_PLACE
 from lighthouse.http.proofs import Proof, SignedCalls
 from lighthouse.http.rate_limits import STREAMS, OpenSlots, Rates, TooMany, rule, source
@@ -70,7 +71,9 @@ class Keys:
 
     def __init__(self, job: str = "", admin: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._look: Callable[[], tuple[Tokens, Tokens] | None] | None = None
+        self._look: Callable[[], None] | None = None  # on a thread: the disk may hang
+        self._disk = DiskThread(WAIT_S)
+        self._found: tuple[Tokens, Tokens] | None = None  # by the thread
         self._due = 0.0
         self._signed = SignedCalls()
         self._set(tuple(job.split()), tuple(admin.split()))
@@ -88,7 +91,14 @@ class Keys:
         files = _Files(job, admin)
         keys = cls(clock=clock)
         keys._set(*files.first())
-        keys._look = files.changed
+
+        def look() -> None:
+            try:
+                keys._found = files.changed() or keys._found
+            except ConfigError as error:
+                _log.error("the tokens stay as they are: %s", error)
+
+        keys._look = look
         return keys
 
     def proof(self, header: bytes, scope: Scope) -> Proof | None:
@@ -131,15 +141,15 @@ class Keys:
         self._signed.hold([*workers, *hosts, *((token, "admin") for token in admin)])
 
     def _refresh(self) -> None:
-        """Look at the files, at most once in `LOOK_S`."""
+        """Look at the files, at most once in `LOOK_S`; on a disk that hangs the tokens stay as they are."""
         if self._look is None or self._clock() < self._due:
             return
         self._due = self._clock() + LOOK_S
         try:
-            found = self._look()
-        except ConfigError as error:
-            _log.error("the tokens stay as they are: %s", error)
+            self._disk.run(self._look)
+        except TimeoutError:
             return
+        found, self._found = self._found, None
         if found is not None and found[0]:  # a job with a token never becomes open to all
             self._set(*found)
             _log.info("the tokens were read again")

@@ -1,21 +1,28 @@
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import signal
 import sqlite3
 import threading
+from functools import partial
 
 import httpx
 import pytest
 
-from ft_hsdp.config import dump, parse
+from ft_hsdp.config import dump, load, parse
 from ft_hsdp.core.grant import Continue
+from ft_hsdp.jsonl import Journal, read_object
+from lighthouse import runtime
+from lighthouse.ha.candidate import Candidate
 from lighthouse.ha.election import Election, boot_time
+from lighthouse.ha.instance import InstanceLock
+from lighthouse.http.access import Keys
 from tests.support.etcd_server import LossyEtcd
-from tests.support.lighthouse.lighthouse_helpers import at
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, at
 from tests.support.lighthouse.program import Program, furnish
-from tests.support.waiting import until
+from tests.support.waiting import async_until, until
 
 pytestmark = pytest.mark.multiproc
 NAMES = itertools.count()
@@ -108,6 +115,51 @@ async def test_a_key_of_a_campaign_that_got_no_answer_is_not_taken_for_a_new_one
     candidate.resign()
 
 
+class Faulty(InstanceLock):
+    """Its run directory does not take the first file; later it hangs until ``answers``, and fails three times."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.answers, self.left = threading.Event(), {"named": 1, "leads": 3}
+        self.hangs = self.overdue = False
+
+    def fail(self, what):
+        self.left[what] -= 1
+        if self.left[what] >= 0:
+            raise OSError(errno.ESTALE, what)
+
+    def named(self, url):
+        self.fail("named")
+        super().named(url)
+
+    def leads(self, url):
+        self.hangs = True
+        self.overdue |= not self.answers.wait(10)
+        self.fail("leads")
+        super().leads(url)
+
+
+async def test_a_run_directory_that_hangs_or_fails_costs_nobody_the_lead(tmp_path, etcd, caplog):
+    run = furnish(tmp_path / "job", job={"name": f"job-{next(NAMES)}"}, lighthouse={"etcd": [etcd.url]})
+    config, keys, seat, ended = load(run / "config.yaml"), Keys(TOKEN), Faulty(run), []
+    events = Journal(run / "lighthouse" / "events.jsonl")
+
+    def begin(*args):
+        return runtime.begin(config, run, keys, *args, "http://me", events)
+
+    candidate = Candidate(config, seat, "http://me", keys, begin, events)
+    candidate.begin(partial(ended.append, True))
+    await async_until(lambda: seat.hangs)
+    assert not seat.overdue, "the event loop waited"
+    seat.answers.set()
+    files = (run / "lighthouse.json", run / "lighthouse" / "seat-0.json")
+    await async_until(lambda: all(file.exists() for file in files))
+    candidate.close()
+    candidate.end()
+    assert (ended, candidate.deposed) == ([], "")
+    assert caplog.text.count(f"{errno.ESTALE}] leads") == 1, "once, and not at each look"
+
+
 # Several lighthouses of one job, as processes, on a real etcd: one leads, another takes its place.
 
 
@@ -142,6 +194,11 @@ class Fleet:
         self.until(lambda: found.extend(s for s in seats if self.role(s) == "leader") or found, "one leads")
         return found[0]
 
+    def said(self, seat):
+        """What lighthouse.json says, once it names a seat."""
+        file, url = self.run / "lighthouse.json", self.seats[seat].url
+        return until(lambda: (said := read_object(file)).get("url") == url and said, "it says who leads")
+
     def until(self, condition, what, within_s=30.0):
         until(condition, what, within_s, self.seats[0].tail)
 
@@ -161,8 +218,7 @@ def test_a_killed_leader_is_followed_by_another_in_the_same_epoch(tmp_path, etcd
         first = fleet.leader()
         other = 1 - first
         grant = fleet.seats[first].first_epoch()
-        said = json.loads((fleet.run / "lighthouse.json").read_text())
-        assert (said["pid"], said["url"]) == (fleet.seats[first].process.pid, fleet.seats[first].url)
+        assert fleet.said(first)["pid"] == fleet.seats[first].process.pid
         fleet.until(
             lambda: fleet.seats[other].post(0, at(1, 1), epoch=1).json().get("leader"), "it knows who leads"
         )
@@ -178,7 +234,7 @@ def test_a_killed_leader_is_followed_by_another_in_the_same_epoch(tmp_path, etcd
         assert fleet.seats[other].answer(0, at(1, 1), epoch=1, max_term=grant.term) == Continue(1, 2)
         status = fleet.seats[other].get("/v1/status")
         assert (status["epoch"], status["term"] > grant.term) == (1, True)
-        assert json.loads((fleet.run / "lighthouse.json").read_text())["url"] == fleet.seats[other].url
+        assert fleet.said(other)
         told = fleet.seats[other].get("/v1/events")["events"]
         assert [e["facts"]["epoch"] for e in told if e["event"] == "EpochGranted"] == [1], "history is lost"
         assert len([e for e in told if e["event"] == "LighthouseElected"]) == 2

@@ -12,6 +12,8 @@ import random
 import re
 import socket
 import struct
+import threading
+from pathlib import Path
 
 import pytest
 import uvicorn
@@ -29,6 +31,7 @@ from lighthouse.http import connections
 from lighthouse.http.access import ADMIN_VARIABLE, LOOK_S, Keys, RequestGate, may, view_key
 from lighthouse.http.rate_limits import ADDRESSES, KIB, Buckets, Rates, TooMany, rule, source
 from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN
+from tests.support.waiting import until
 
 NEXT = "7a" * 32
 KEYS = Keys(TOKEN, ADMIN)
@@ -148,6 +151,34 @@ def test_a_change_that_cannot_be_used_changes_nothing(files, content, caplog):
     assert len(caplog.records) == 1  # said once, not every second
     assert "token: got" in caplog.text
     assert content.decode("latin-1") not in caplog.text or not content
+
+
+class Hanging(type(Path())):
+    """A file on a disk that answers while an event is set."""
+
+    answers = threading.Event()
+
+    def __fspath__(self):
+        self.answers.wait(10)
+        return super().__fspath__()
+
+
+def test_a_disk_that_hangs_holds_no_request_up_and_a_change_counts_once_it_answers(files):
+    Hanging.answers.set()
+    ring = Keyring(Hanging(files))
+    Hanging.answers.clear()
+    (files / "admin_token").write_text(NEXT)
+    for _ in range(3):
+        ring.look()
+        assert (role(ring.keys, ADMIN), role(ring.keys, NEXT)) == ("admin", None)
+    Hanging.answers.set()
+
+    def counts():
+        ring.look()
+        return role(ring.keys, NEXT) == "admin"
+
+    until(counts)
+    assert role(ring.keys, ADMIN) is None
 
 
 def test_a_job_with_a_token_does_not_become_open(files, monkeypatch):
