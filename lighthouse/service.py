@@ -23,6 +23,7 @@ from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Wait
 from lighthouse import status, validation
 from lighthouse.http.rate_limits import Rates
 from lighthouse.placement import machine, signs
+from lighthouse.placement.state import ReplicaPhase
 from lighthouse.quorum import commands
 from lighthouse.quorum.events import (
     Action,
@@ -62,7 +63,7 @@ class Evictions:
     """
 
     def __init__(self) -> None:
-        self.orders: set[Incarnation] = set()
+        self.orders: dict[Incarnation, str] = {}  # why they were given
         self._suspects: dict[Incarnation, float] = {}  # when to evict them, if they stay silent
 
     @property
@@ -77,13 +78,18 @@ class Evictions:
             if member.replica == replica:
                 self._suspects[member.replica, member.incarnation] = since + before.policy.evict_s
 
-    def order(self, s: LighthouseState, who: Incarnation) -> bool:
+    def order(self, s: LighthouseState, who: Incarnation, why: str) -> bool:
         """Order the eviction of ``who`` unless it has exited; return whether this is a new order."""
         self._suspects.pop(who, None)
         if who in self.orders or not alive(s, who):
             return False
-        self.orders.add(who)
+        self.orders[who] = why
         return True
+
+    def undone(self, s: LighthouseState) -> list[tuple[Incarnation, str]]:
+        """Return whom the hosts still have to run, though that was ordered to be killed, with the reasons."""
+        placed = {(r, me.incarnation): me.phase for r, me in enumerate(s.placement.replicas)}
+        return [(who, why) for who, why in self.orders.items() if placed.get(who) is ReplicaPhase.RUNS]
 
     def settle(self, s: LighthouseState, event: Event, now: float) -> list[tuple[Incarnation, str]]:
         """Drop what ``event`` has settled; return what is silent for too long, with the reasons to evict it."""
@@ -93,7 +99,7 @@ class Evictions:
             case ProcessesReported():
                 for who in [*self.orders, *self._suspects]:
                     if s.views[who[0]].incarnation not in (None, who[1]) or not alive(s, who):
-                        self.orders.discard(who)
+                        self.orders.pop(who, None)
                         self._suspects.pop(who, None)
         late = [who for who, due in self._suspects.items() if now >= due]
         return [(who, f"silent for {s.policy.evict_s:g} s since its ring broke") for who in late]
@@ -388,13 +394,16 @@ class Service:
                 self._slow[found.replica] = found
                 asyncio.get_running_loop().call_later(AGAIN_S, self._look_again, found, incarnation)
         elif planned.due and not self._closed:
-            self._culprit_at = now
             if planned.host:
+                if not self._try(Commanded("drain-host", found.replica, why, now, host=planned.host)):
+                    asyncio.get_running_loop().call_later(STORE_RETRY_S, self._act_on, found)
+                    return
+                self._culprit_at = now
                 self._note(
                     "HostCordoned", f"{why}; {planned.detail}", {"replica": found.replica, "host": planned.host}
                 )
-                self._try(Commanded("drain-host", found.replica, why, now, host=planned.host))
                 return
+            self._culprit_at = now
             self._evict((found.replica, self.state.views[found.replica].incarnation or ""), why, "diagnosis")
 
     def status(self) -> dict[str, Any]:
@@ -460,7 +469,7 @@ class Service:
 
     def _evict(self, who: Incarnation, reason: str, source: str = "lighthouse") -> None:
         """Order a SIGKILL, once; the order stands until the incarnation is known to have exited."""
-        if self._evictions.order(self.state, who):
+        if self._evictions.order(self.state, who, reason):
             facts = {"replica": who[0], "incarnation": who[1], "source": source}
             self._note("ReplicaEvicted", reason, facts)
             if self.state.placement.replicas:
@@ -532,11 +541,16 @@ class Service:
 
     def _tick(self) -> None:
         self._timer = None
-        if self._timed and not self._try(Ticked(self._clock())):
+        if self._timed and not (self._repeat_orders() and self._try(Ticked(self._clock()))):
             self._arm(STORE_RETRY_S)
         if self._waiting is not None and self._waiting != self._told:
             self._told = self._waiting
             self._note("Waiting", self._waiting)
+
+    def _repeat_orders(self) -> bool:
+        """Repeat the orders to kill that the store did not take; return whether it takes them all now."""
+        undone = self._evictions.undone(self.state)
+        return all(self._try(Withdrawn(who, why, self._clock())) for who, why in undone)
 
     def _try(self, event: Event) -> bool:
         """Apply an event that no caller waits for; return whether the store took it."""

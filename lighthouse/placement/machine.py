@@ -262,11 +262,16 @@ def _trouble(s: LighthouseState, replica: int, me: PlacedReplica, event: Event, 
     """Return why an incarnation that runs has to end; "": it goes on."""
     policy = s.policy.placing
     assert policy is not None
-    if isinstance(event, Withdrawn) and event.who == (replica, me.incarnation):
-        return event.reason
+    match event:
+        case Withdrawn(who, reason) if who == (replica, me.incarnation):
+            return reason
+        case Commanded("evict", n, reason) if (n, s.views[n].incarnation) == (replica, me.incarnation):
+            return f"by the operator: {reason}"
     if me.failed:
         return me.failed
-    if not _joined(s, replica, me) and now >= max(me.due, s.presence.since or 0.0) + policy.start_s:
+    # One that was left out for its silence, by a lighthouse that has ended since, does not ask either.
+    heard = _takes_part(s, replica, me) or (me.contributed and me.done)
+    if not heard and now >= max(me.due, s.presence.since or 0.0) + policy.start_s:
         return f"it has not asked for a step within {policy.start_s:g} s (timeouts.start_s)"
     if any(rank.code not in LEAVING for _, rank in me.ended):
         return ENDED
@@ -283,8 +288,13 @@ def _trouble(s: LighthouseState, replica: int, me: PlacedReplica, event: Event, 
 
 def _joined(s: LighthouseState, replica: int, me: PlacedReplica) -> bool:
     """Return whether an incarnation has asked for a step."""
+    return me.contributed or _takes_part(s, replica, me)
+
+
+def _takes_part(s: LighthouseState, replica: int, me: PlacedReplica) -> bool:
+    """Return whether an incarnation has asked in this term, or is a member of the grant."""
     asked = s.presence.asked.get(replica, ("",))[0] == me.incarnation
-    return asked or me.contributed or (s.grant is not None and s.grant.member(replica, me.incarnation) is not None)
+    return asked or (s.grant is not None and s.grant.member(replica, me.incarnation) is not None)
 
 
 def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, exited: bool = True) -> Step:

@@ -5,15 +5,21 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Grant, ranges
 from ft_hsdp.core.host_report import EndedRank, HostRanks, HostReport
 from ft_hsdp.core.restart import RestartPolicy
 from ft_hsdp.errors import EXIT_CONFIG
 from ft_hsdp.protocol import ProcessReport
+from lighthouse import service as services
 from lighthouse.overview.replicas import Lanes
 from lighthouse.placement.state import PlacementPolicy
-from tests.support.lighthouse.lighthouse_helpers import ask, at, events, make_service
+from lighthouse.quorum.commands import Culprit
+from lighthouse.store import StoreFailed
+from tests.support.lighthouse.lighthouse_helpers import MemoryStore, ask, at, events, make_service, quiet
+from tests.support.waiting import async_until
 
 OWN = {0: (("a/1/n0", 1), ("a/1/n1", 2)), 1: (("n2", 3),)}
 
@@ -33,6 +39,35 @@ async def test_the_agent_of_a_host_hears_that_the_script_is_to_blame() -> None:
     report = replace(report, number=2, ranks=ended, seen=reply.seen)
     reply = await service.host(ProcessReport(host=report))
     assert (reply.assigned, bool(reply.halted), reply.wrong) == ((), True, True)
+
+
+@pytest.mark.parametrize("kind", ["absent", "slow"])
+async def test_an_order_that_the_store_does_not_take_is_carried_out_once_it_does(kind: str, monkeypatch) -> None:
+    """One of the lighthouse itself; the operator hears at once that theirs was not taken."""
+    monkeypatch.setattr(services, "STORE_RETRY_S", 0.05)
+    store, placing = MemoryStore(), PlacementPolicy(1, 1, RestartPolicy(3, 0.0))
+    service, rows = make_service(3, store, placing=placing, on_culprit="evict", on_straggler="demote")
+    for name in ("n0", "n1", "n2", "spare"):
+        await service.host(ProcessReport(host=HostReport(name, "a", "here", 1, "127.0.0.1:4000")))
+    placed = service.state.placement.replicas
+    names = [me.incarnation for me in placed]
+    asks = [replace(ask(n), hosts=((me.used[0], 1),)) for n, me in enumerate(placed)]
+    asks = [replace(each, report=replace(each.report, incarnation=names[n])) for n, each in enumerate(asks)]
+    await asyncio.gather(*map(service.ask, asks))
+    store.full = True
+    with pytest.raises(StoreFailed):
+        service.command("evict", 2, "it smokes", "here")
+    service.suspect(Culprit(1, kind, 2, 1, "it hangs"))
+    await quiet()
+    assert service.state.placement.replicas == placed
+    store.full = False
+    await async_until(lambda: service.state.placement.replicas != placed or service.state.placement.cordoned)
+    assert [host for host, _ in service.state.placement.cordoned] == ["n1"] * (kind == "slow")
+    service.command("evict", 2, "it smokes", "here")
+    ends = [me.incarnation for me in service.state.placement.replicas if me.phase == "ends"]
+    assert ends == names[1 + (kind == "slow") :]
+    assert [row["incarnation"] for row in events(rows, "ReplicaEvicted")] == ends
+    service.close()
 
 
 async def test_a_grant_names_the_hosts_of_each_member_and_the_journal_those_that_are_new() -> None:

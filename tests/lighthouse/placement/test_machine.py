@@ -657,9 +657,12 @@ def test_what_does_not_ask_for_a_step_is_started_again() -> None:
     w.s = replace(w.s, presence=replace(w.s.presence, asked={0: (before, w.now, 0.0)}))
     w.settle(4.0)
     assert w.me().incarnation == before
-    w.s = replace(w.s, presence=replace(w.s.presence, asked={}))
-    w.settle(1.0)
-    assert w.me().incarnation != before
+    for contributors in ((), (0,)):  # the last lighthouse has left one out, and ended
+        w.contributed(*contributors)
+        before = w.me().incarnation
+        w.s = replace(w.s, presence=replace(w.s.presence, asked={}))
+        w.settle(4.0)
+        assert w.me().incarnation != before
 
 
 def test_an_order_to_kill_an_incarnation_and_one_about_a_host_end_it() -> None:
