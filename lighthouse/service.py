@@ -389,22 +389,23 @@ class Service:
         now, why = self._clock(), f"by the diagnosis: {found.why}"
         planned = commands.plan_culprit(self.state, found, now, now - self._culprit_at, self._evictions.orders)
         if isinstance(planned, commands.Impossible):
-            _log.warning("replica %d stays: %s", found.replica, planned.detail)
-            if found.kind == commands.SLOW:
-                self._slow[found.replica] = found
-                asyncio.get_running_loop().call_later(AGAIN_S, self._look_again, found, incarnation)
-        elif planned.due and not self._closed:
-            if planned.host:
-                if not self._try(Commanded("drain-host", found.replica, why, now, host=planned.host)):
-                    asyncio.get_running_loop().call_later(STORE_RETRY_S, self._act_on, found)
-                    return
-                self._culprit_at = now
-                self._note(
-                    "HostCordoned", f"{why}; {planned.detail}", {"replica": found.replica, "host": planned.host}
-                )
-                return
+            stays = planned.detail
+        elif not planned.due or self._closed:
+            return
+        elif planned.host and not self._try(Commanded("drain-host", found.replica, why, now, host=planned.host)):
+            stays = "the store takes nothing now"
+        else:
             self._culprit_at = now
-            self._evict((found.replica, self.state.views[found.replica].incarnation or ""), why, "diagnosis")
+            if planned.host:
+                facts = {"replica": found.replica, "host": planned.host}
+                self._note("HostCordoned", f"{why}; {planned.detail}", facts)
+            else:
+                self._evict((found.replica, incarnation or ""), why, "diagnosis")
+            return
+        _log.warning("replica %d stays: %s", found.replica, stays)
+        if found.kind == commands.SLOW:
+            self._slow[found.replica] = found
+            asyncio.get_running_loop().call_later(AGAIN_S, self._look_again, found, incarnation)
 
     def status(self) -> dict[str, Any]:
         return status.describe_job(self.name, self.state, self._reports, self._reason, self._clock())

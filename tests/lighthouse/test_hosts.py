@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -41,10 +42,10 @@ async def test_the_agent_of_a_host_hears_that_the_script_is_to_blame() -> None:
     assert (reply.assigned, bool(reply.halted), reply.wrong) == ((), True, True)
 
 
+@mock.patch.multiple(services, STORE_RETRY_S=0.05, AGAIN_S=0.05)
 @pytest.mark.parametrize("kind", ["absent", "slow"])
-async def test_an_order_that_the_store_does_not_take_is_carried_out_once_it_does(kind: str, monkeypatch) -> None:
+async def test_an_order_that_the_store_does_not_take_is_carried_out_once_it_does(kind: str) -> None:
     """One of the lighthouse itself; the operator hears at once that theirs was not taken."""
-    monkeypatch.setattr(services, "STORE_RETRY_S", 0.05)
     store, placing = MemoryStore(), PlacementPolicy(1, 1, RestartPolicy(3, 0.0))
     service, rows = make_service(3, store, placing=placing, on_culprit="evict", on_straggler="demote")
     for name in ("n0", "n1", "n2", "spare"):
