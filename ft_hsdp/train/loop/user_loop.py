@@ -67,7 +67,11 @@ def number(key: str, value: object) -> float | None:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(key, shown, "a number")
-    return float(value) if math.isfinite(value) else None
+    try:
+        found = float(value)
+    except OverflowError:  # an int beyond all floats
+        return None
+    return found if math.isfinite(found) else None
 
 
 def checked_step(step: object, newest: int) -> int:

@@ -20,8 +20,8 @@ def test_numbers_of_any_library_are_values() -> None:
 
 
 def test_a_value_that_is_not_finite_is_null() -> None:
-    values = {"a": float("nan"), "b": -np.inf, "c": torch.tensor(float("inf")), "d": 0}
-    assert checked(values, set()) == {"a": None, "b": None, "c": None, "d": 0.0}
+    values = {"a": float("nan"), "b": -np.inf, "c": torch.tensor(float("inf")), "d": 0, "e": 10**400}
+    assert checked(values, set()) == {"a": None, "b": None, "c": None, "d": 0.0, "e": None}
 
 
 @pytest.mark.parametrize("value", ["0.5", True, None, torch.ones(2)])
