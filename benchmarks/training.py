@@ -246,7 +246,7 @@ def cpu_time() -> Counter[str]:
     names, found = {thread.native_id: thread.name for thread in threading.enumerate()}, Counter[str]()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
-            name = names.get(int(task.name)) or (task / "comm").read_text().strip()
+            name = names.get(int(task.name)) or (task / "comm").read_text(errors="replace").strip()
             found[re.sub(r"[-_]\d+", "", name)] += int((task / "schedstat").read_text().split()[0]) // 1000
     return found
 

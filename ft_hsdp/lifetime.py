@@ -74,12 +74,20 @@ def _place_of_mark() -> tuple[int, int]:
     return (place, len(os.environ[MARK_VARIABLE])) if place else (0, 0)
 
 
+def process_stat(pid: int | str) -> list[bytes]:
+    """Return what /proc/PID/stat says after the name of a process: proc(5) from the third field, the state, on.
+
+    The name has no encoding: the kernel cuts it after 15 bytes, also within a letter. Raises OSError.
+    """
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+
+
 def entitle(command: Sequence[str]) -> None:
     """Have /proc show a command line for this process, a fork; words for which there is no room are left out.
 
     It is written in the place of the line with which the process that forked it began.
     """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    fields = process_stat("self")
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
     line = b"".join(word.encode() + b"\0" for word in command)[: max(end - start, 0)]
     if line := line[: line.rfind(b"\0") + 1]:

@@ -45,7 +45,7 @@ def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
     """Return the file system on which `path` lies, or would lie; None if that is not known."""
     there = existing(path)
     try:
-        found = [_parsed(line) for line in mounts.read_text().splitlines()]
+        found = [_parsed(line) for line in mounts.read_bytes().splitlines()]
     except OSError:
         return None
     above = [mount for mount in found if mount.place in (there, *there.parents)]
@@ -59,11 +59,12 @@ def existing(path: Path) -> Path:
     return next(each for each in (path, *path.parents) if each.exists())
 
 
-def _parsed(line: str) -> Mount:
-    before, _, after = line.partition(" - ")
-    fields = before.split()
-    place = fields[4].encode("latin-1", "backslashreplace").decode("unicode_escape")  # a blank is \\040
-    return Mount(Path(place), after.split()[0], tuple(fields[5].split(",")))
+def _parsed(line: bytes) -> Mount:
+    before, _, after = line.partition(b" - ")
+    fields = before.split(b" ")
+    place = fields[4].decode("unicode_escape").encode("latin-1")  # a blank is \\040, and names have any bytes
+    kind, options = map(os.fsdecode, (after.split(b" ")[0], fields[5]))
+    return Mount(Path(os.fsdecode(place)), kind, tuple(options.split(",")))
 
 
 class Ability(StrEnum):

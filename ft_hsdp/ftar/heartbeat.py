@@ -25,9 +25,10 @@ from ft_hsdp.ftar.allreduce import Ring
 from ft_hsdp.ftar.connections import Peer
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.lifetime import process_stat
 
 PROC = Path("/proc")
-STOPPED = frozenset("Tt")
+STOPPED = frozenset((b"T", b"t"))
 LINE = 256  # bytes of a file in /proc that are read
 
 
@@ -98,13 +99,12 @@ class HostLoadReader:
         return int(running) if running.isdecimal() else 0
 
 
-def is_stopped(pid: int, proc: Path = PROC) -> bool:
+def is_stopped(pid: int) -> bool:
     """Return whether process `pid` is stopped (SIGSTOP, a debugger); False if that cannot be known."""
     try:
-        text = (proc / str(pid) / "stat").read_text()
-    except (OSError, ValueError):
+        return process_stat(pid)[0] in STOPPED
+    except OSError:
         return False
-    return text.rpartition(")")[2].strip()[:1] in STOPPED
 
 
 LATE_BEATS = 1  # a timer that is this many beats late means that this process stood still

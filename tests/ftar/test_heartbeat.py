@@ -357,8 +357,10 @@ def test_this_host_can_be_read() -> None:
 
 
 def test_a_stopped_process_is_told_from_one_that_runs() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    named = "open('/proc/self/comm', 'wb').write(b'a) \\xd0'); print(flush=True); input()"  # a letter that is cut
+    child = subprocess.Popen([sys.executable, "-c", named], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        assert child.stdout.readline() == b"\n"
         assert not is_stopped(child.pid)
         os.kill(child.pid, signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)

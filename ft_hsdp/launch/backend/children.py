@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from ft_hsdp.lifetime import MARK_VARIABLE
+from ft_hsdp.lifetime import MARK_VARIABLE, process_stat
 
 _PR_SET_CHILD_SUBREAPER = 36
 LEAVE_S = 1.0  # from SIGTERM to SIGKILL for what a rank has left behind
@@ -149,7 +149,7 @@ def _gone(process: psutil.Process) -> bool:
 def reap(sessions: Collection[int], watched: Collection[int]) -> None:
     """Reap adopted processes of these sessions that have ended, except the watched ones."""
     for pid, state in _adopted(sessions):
-        if pid not in watched and state == "Z":
+        if pid not in watched and state == b"Z":
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
@@ -164,7 +164,7 @@ def end(sessions: Collection[int]) -> bool:
     return not adopted
 
 
-def _adopted(sessions: Collection[int]) -> list[tuple[int, str]]:
+def _adopted(sessions: Collection[int]) -> list[tuple[int, bytes]]:
     """Return the children of these sessions with their states, except those that lead a session."""
     standing = ((pid, *_standing(pid)) for pid in _children() if pid not in sessions)
     return [(pid, state) for pid, state, session in standing if session in sessions]
@@ -180,9 +180,9 @@ def _children() -> list[int]:
     return [int(pid) for text in lists for pid in text.split()]
 
 
-def _standing(pid: int) -> tuple[str, int]:
+def _standing(pid: int) -> tuple[bytes, int]:
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = process_stat(pid)
     except OSError:
-        return "", 0
+        return b"", 0
     return fields[0], int(fields[3])

@@ -350,11 +350,11 @@ def _levels(controller: str, membership: Path, root: Path) -> Iterator[Path]:
     In a container, the container's own folder may be the root, or the path may exist on the host only.
     """
     try:
-        lines = membership.read_text().splitlines()
+        lines = membership.read_bytes().splitlines()
     except OSError:
         return
     for line in lines:
-        _, names, path = line.split(":", 2)
+        _, names, path = os.fsdecode(line).split(":", 2)
         top = root if not names else root / controller
         if names and controller not in names.split(","):
             continue

@@ -203,8 +203,11 @@ async def test_all_that_a_rank_started_ends_with_it(run_dir: RunDir, plan: Plan)
     other = subprocess.Popen(["true"])  # noqa: ASYNC220 - not from a rank: its owner waits for it
     ranks.server.signal(pids[0], signal.SIGKILL)
     await async_until(lambda: not any(map(psutil.pid_exists, gone)), "all of the rank to end, and to be reaped")
-    assert len(gone) == len(kept) == 4
+    assert len(gone) == len(kept) == 5
     assert all(map(psutil.pid_exists, kept))
+    (orphan,) = (pid for pid in kept if psutil.Process(pid).ppid() == os.getpid())
+    os.kill(orphan, signal.SIGKILL)
+    await async_until(lambda: not psutil.pid_exists(orphan), "it to be reaped, although its rank runs")
     await ranks.server.close()
     assert not any(map(psutil.pid_exists, kept))
     assert other.wait() == 0

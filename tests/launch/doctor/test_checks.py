@@ -1,4 +1,5 @@
 import json
+import os
 import resource
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -168,7 +169,7 @@ def test_a_clock_that_nobody_sets(monkeypatch, synchronized, spanning) -> None:
 def tree(folder: Path, files: Mapping[str, str]) -> tuple[Path, Path]:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_bytes(os.fsencode(text))
     return folder / "cgroup", folder / "fs"
 
 
@@ -178,15 +179,15 @@ def tree(folder: Path, files: Mapping[str, str]) -> tuple[Path, Path]:
         ({"cgroup": "0::/\n"}, Allowance()),
         (
             {
-                "cgroup": "0::/pod/box\n",
+                "cgroup": "0::/pod/b\udcf6x\n",
                 "fs/pod/memory.max": f"{4 * GIB}\n",
                 "fs/pod/memory.current": f"{3 * GIB}\n",
                 "fs/pod/memory.stat": f"anon 1\ninactive_file {GIB}\n",
                 "fs/pod/cpu.max": "150000 100000\n",
-                "fs/pod/box/memory.max": "max\n",
-                "fs/pod/box/cpu.max": "max 100000\n",
-                "fs/pod/box/pids.max": "100\n",
-                "fs/pod/box/pids.current": "30\n",
+                "fs/pod/b\udcf6x/memory.max": "max\n",
+                "fs/pod/b\udcf6x/cpu.max": "max 100000\n",
+                "fs/pod/b\udcf6x/pids.max": "100\n",
+                "fs/pod/b\udcf6x/pids.current": "30\n",
             },
             Allowance(2 * GIB, 1.5, 70),
         ),
@@ -299,14 +300,14 @@ MOUNTINFO = """\
 21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 30 21 0:40 / {0}/net rw,relatime - nfs4 server:/x rw
 31 30 0:41 / {0}/net/local rw,noexec - tmpfs tmpfs rw
-32 21 0:42 / {0}/a\\040blank rw - fuse.sshfs host: rw
-33 32 0:43 / {0}/a\\040blank rw - ext4 /dev/sdb rw
+32 21 0:42 / {0}/a\\040bl\udce4nk rw - fuse.sshfs host: rw
+33 32 0:43 / {0}/a\\040bl\udce4nk rw - ext4 /dev/sdb rw
 """
 
 
 def test_on_which_file_system_a_path_lies(tmp_path: Path) -> None:
-    (tmp_path / "mountinfo").write_text(MOUNTINFO.format(tmp_path))
-    for folder in ("net/local", "a blank"):
+    (tmp_path / "mountinfo").write_bytes(os.fsencode(MOUNTINFO.format(tmp_path)))
+    for folder in ("net/local", "a bl\udce4nk"):
         (tmp_path / folder).mkdir(parents=True)
 
     def kind(path: str) -> tuple[str, bool]:
@@ -316,13 +317,13 @@ def test_on_which_file_system_a_path_lies(tmp_path: Path) -> None:
 
     assert kind("net/not/there/yet") == ("nfs4", True)
     assert kind("net/local/x") == ("tmpfs", False)
-    assert kind("a blank/x") == ("ext4", False)  # it hides what was mounted there before
+    assert kind("a bl\udce4nk/x") == ("ext4", False)  # it hides what was mounted there before
     assert kind("x") == ("ext4", False)
     assert mount_of(tmp_path, tmp_path / "none") is None
 
 
 def test_where_checkpoints_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "mountinfo").write_text(MOUNTINFO.format(tmp_path))
+    (tmp_path / "mountinfo").write_bytes(os.fsencode(MOUNTINFO.format(tmp_path)))
     monkeypatch.setattr(storage, "mount_of", lambda path: mount_of(path, tmp_path / "mountinfo"))
     (tmp_path / "net").mkdir()
     at = {"checkpoint": {"every": 10, "dir": f"{tmp_path}/net/c"}}
