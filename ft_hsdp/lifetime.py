@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from ft_hsdp.jsonl import Queued
+from ft_hsdp.jsonl import Queued, here
 
 _PR_SET_PDEATHSIG = 1
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
@@ -80,6 +80,20 @@ def process_stat(pid: int | str) -> list[bytes]:
     The name has no encoding: the kernel cuts it after 15 bytes, also within a letter. Raises OSError.
     """
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process started, in clock ticks since the boot. Raises OSError.
+
+    The time of day of a start, as psutil has it, moves whenever the clock of the host is set.
+    """
+    return int(process_stat(pid)[19])
+
+
+def identity(pid: int | None = None) -> dict[str, object]:
+    """Return {"pid", "start_ticks", "host", "boot"} of a process, by default of this one. Raises OSError."""
+    known = os.getpid() if pid is None else pid
+    return {"pid": known, "start_ticks": start_ticks(known), **here()}
 
 
 def entitle(command: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.config import load
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.jsonl import Journal, read_object, replace_json
-from ft_hsdp.lifetime import forgiving, outlive_notices, stop_signals
+from ft_hsdp.lifetime import forgiving, identity, outlive_notices, stop_signals
 from lighthouse.ha import instance
 from lighthouse.http import connections
 from lighthouse.http.access import Keys, RequestGate
@@ -108,7 +108,7 @@ class Alone:
         Args:
             end: Called when the run is of another job.
         """
-        self._said = {**instance.me(), "url": self._url, "urls": [self._url]}
+        self._said = {**identity(), "url": self._url, "urls": [self._url]}
         self._write()
         self._keeping = asyncio.create_task(self._keep(end))
         self._journal.begin()

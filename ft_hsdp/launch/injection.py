@@ -29,6 +29,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import LineWriter, replace_json
 from ft_hsdp.launch.chaos import Injection, in_words, injection_of
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
+from ft_hsdp.lifetime import start_ticks
 
 SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM, "CONT": signal.SIGCONT}
 MODULES = {"fork_server": "ft_hsdp.launch.backend.zygote", "agent": "ft_hsdp.state.agent.server"}
@@ -195,7 +196,7 @@ def helper(run: RunDir, target: str, replica: int | None) -> int:
     else:
         found = [p for p in psutil.process_iter() if _is_helper(p, run, MODULES[target], replica)]
         if found:
-            return max(found, key=lambda p: p.create_time()).pid
+            return max(found, key=lambda p: start_ticks(p.pid)).pid
     raise ConfigError("--target", target, f"one that runs (there is none in {run.path} on this machine)")
 
 

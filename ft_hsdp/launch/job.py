@@ -27,11 +27,11 @@ from ft_hsdp.launch.backend.base import WorkerProcess
 from ft_hsdp.launch.injection import SIGNALS, Inflicted, inflict, injection_event
 from ft_hsdp.launch.lighthouse_process import LighthouseFleet
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.run.directory import JobFiles, Row, RunDir, identity, make_run, run_of
+from ft_hsdp.launch.run.directory import JobFiles, Row, RunDir, make_run, run_of
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
-from ft_hsdp.lifetime import stop_signals
+from ft_hsdp.lifetime import identity, stop_signals
 from ft_hsdp.protocol import SupervisorReply
 from ft_hsdp.state.checkpoint.checkpoint_manifest import MANIFEST, PUBLISHED
 from lighthouse.http.access import page_link

@@ -8,10 +8,9 @@ import os
 import re
 from pathlib import Path
 
-import psutil
-
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import clear_way, here, read_object, read_regular, replace_json, set_aside
+from ft_hsdp.jsonl import clear_way, read_object, read_regular, replace_json, set_aside
+from ft_hsdp.lifetime import identity
 
 MAX_INSTANCES = 5
 
@@ -69,15 +68,10 @@ class InstanceLock:
         """Write that this lighthouse leads, and where all of them listen, unless it is written. Raises OSError."""
         urls = [read_object(self._folder / f"seat-{n}.json").get("url") for n in range(MAX_INSTANCES)]
         every = list(dict.fromkeys(u for u in (url, *urls) if isinstance(u, str)))
-        said = {**me(), "url": url, "urls": every}
+        said = {**identity(), "url": url, "urls": every}
         if read_object(self._run / "lighthouse.json") != said:
             replace_json(self._run / "lighthouse.json", said)
         self.named(url)  # the directory may have failed since this one began to stand by
 
     def free(self) -> None:
         os.close(self._lock)
-
-
-def me() -> dict[str, object]:
-    """Return what tells this process from any other one, also where another pid namespace has its pid."""
-    return {"pid": os.getpid(), "created": psutil.Process().create_time(), **here()}

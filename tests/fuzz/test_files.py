@@ -16,7 +16,8 @@ import pytest
 
 from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch.cli import main
-from ft_hsdp.launch.run.directory import RunDir, complain, identity
+from ft_hsdp.launch.run.directory import RunDir, complain
+from ft_hsdp.lifetime import identity
 from ft_hsdp.state.checkpoint import catalog, drafts
 from tests.launch.run.test_verify import model  # noqa: F401 - a fixture
 from tests.state.test_checkpoint_catalog import KEY, checkpoint

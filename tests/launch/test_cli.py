@@ -16,7 +16,8 @@ from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch import cli
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.cli import main
-from ft_hsdp.launch.run.directory import RunDir, identity
+from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.lifetime import identity
 from tests.support.launch.launch_rows import event, written
 
 HOST = socket.gethostname()

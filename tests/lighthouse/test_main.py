@@ -31,7 +31,7 @@ def test_its_file_names_no_other_process_that_has_its_pid(run):
     """Where a container ended, the pid in the file may be that of any process of the host."""
     with Program(run) as lighthouse:
         said = lighthouse.said
-        assert said.keys() == {"pid", "created", "url", "urls", "host", "boot"}
+        assert said.keys() == {"pid", "start_ticks", "url", "urls", "host", "boot"}
         assert said["urls"] == [said["url"]]
         assert alive(said)
         assert not alive({**said, "pid": os.getppid()})

@@ -36,7 +36,8 @@ from ft_hsdp.launch.lighthouse_process import reach
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.ray.logs import NODES, LogPiece, LogSender
 from ft_hsdp.launch.ray.placement import host_environment
-from ft_hsdp.launch.run.directory import Row, RunDir, alive, identity, read_json, supervised
+from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json, supervised
+from ft_hsdp.lifetime import identity
 from ft_hsdp.protocol import SupervisorReply
 
 POLL_S = 0.25  # between two looks at the files; events are reported at once

@@ -16,8 +16,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import psutil
-
 from ft_hsdp import secret
 from ft_hsdp.claim import Claim, FolderOwner, Record, judge, read, turn
 from ft_hsdp.config import Config, dump, load
@@ -34,6 +32,7 @@ from ft_hsdp.jsonl import (
     set_aside,
     unused,
 )
+from ft_hsdp.lifetime import process_stat, start_ticks
 from ft_hsdp.mounts import Ability, need
 
 MAX_POLL = 1 << 20  # bytes of a log that are read at once
@@ -127,26 +126,16 @@ def run_of(config: Config) -> RunDir:
     return RunDir(Path(config.job.runs_dir).resolve() / config.job.name)
 
 
-def identity(pid: int | None = None) -> Row:
-    """Return {"pid", "created", "host", "boot"}, which no other process has; `pid` is this process by default."""
-    process = psutil.Process(pid)
-    return {"pid": process.pid, "created": process.create_time(), **here()}
-
-
 def alive(recorded: object) -> bool:
-    """Return whether the process that {"pid"[, "created", "boot"]} names runs on this host; a zombie does not."""
+    """Return whether the process that {"pid"[, "start_ticks", "boot"]} names runs here; a zombie does not."""
     if not isinstance(recorded, Mapping) or not isinstance(recorded.get("pid"), int) or recorded["pid"] <= 0:
         return False
     try:
-        if recorded.get("boot", here()["boot"]) != here()["boot"]:  # this host has been restarted since
-            return False
-        process = psutil.Process(recorded["pid"])
-        created = recorded.get("created")
-        if isinstance(created, int | float) and abs(process.create_time() - created) > 1.0:
-            return False
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except (psutil.NoSuchProcess, OverflowError):
+        state, ticks, boot = process_stat(recorded["pid"])[0], start_ticks(recorded["pid"]), here()["boot"]
+    except OSError:
         return False
+    # A boot that differs: this host has been restarted since, and another process may have the pid and the ticks.
+    return state != b"Z" and (recorded.get("start_ticks", ticks), recorded.get("boot", boot)) == (ticks, boot)
 
 
 def another(recorded: object) -> bool:

@@ -16,8 +16,9 @@ from ft_hsdp.launch.backend.processes import take_name
 from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.doctor import CHECKS, Bad, CheckOutcome, CheckState, Subject, Undecided, examine
 from ft_hsdp.launch.doctor.checks import Check
-from ft_hsdp.launch.run.directory import RunDir, identity
+from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.standalone import name_of_agent
+from ft_hsdp.lifetime import identity
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.train.identity import host_name
 from tests.support.answering import Answering, serving

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,6 @@ from ft_hsdp.launch.run.directory import (
     RunDir,
     Tailer,
     alive,
-    identity,
     make_run,
     newest_live,
     open_log,
@@ -29,6 +29,7 @@ from ft_hsdp.launch.run.directory import (
     write_config,
     write_job_files,
 )
+from ft_hsdp.lifetime import identity
 from tests.support.waiting import async_until
 
 
@@ -108,12 +109,16 @@ def test_json_is_replaced_whole_and_what_is_no_json_reads_as_none(tmp_path: Path
     assert read_json(tmp_path / "none") is None
 
 
-def test_a_process_is_known_by_pid_and_time_of_birth() -> None:
+def test_a_process_is_known_by_pid_and_time_of_birth(tmp_path: Path) -> None:
     me = identity()
     assert alive(me)
     assert alive({"pid": os.getpid()})
-    assert not alive({**me, "created": me["created"] - 60})
+    assert not alive({**me, "start_ticks": me["start_ticks"] - 1})
     assert not alive({**me, "boot": "an earlier one"})
+    (tmp_path / "stat").write_text("btime 1\n")
+    (tmp_path / str(me["pid"])).symlink_to(f"/proc/{me['pid']}")
+    with mock.patch("psutil.PROCFS_PATH", str(tmp_path)):  # as if the clock of the host had been set
+        assert (alive(me), identity()) == (True, me)
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert not alive({"pid": child.pid}), "a zombie"
