@@ -170,9 +170,11 @@ def test_ranks_that_ask_at_different_times_publish_the_same(tmp_path) -> None:
     assert catalog.newest(tmp_path, KEY).checkpoint is not None
 
 
-@pytest.mark.parametrize(("on", "limit"), [(0, 3000), (1, 3000), (0, 20)])
-def test_a_file_that_cannot_grow_fails_it_on_all_ranks_and_the_next_one_works(tmp_path, on, limit) -> None:
-    answers = replica(2, "with_disk_full", tmp_path, on=on, limit=limit)
+@pytest.mark.parametrize(
+    ("on", "limit", "at"), [(0, 3000, ""), (1, 3000, ""), (0, 20, ""), (0, 3000, "checkpoint-write")]
+)
+def test_a_file_that_cannot_grow_fails_it_on_all_ranks_and_the_next_one_works(tmp_path, on, limit, at) -> None:
+    answers = replica(2, "with_disk_full", tmp_path, on=on, limit=limit, at=at)
     assert kinds(answers) == ["Published", "CheckpointNotPublished", "Published"]
     assert answers[0]["outcomes"][1]["reason"] == f"rank {on}: [Errno 27] File too large"
     assert answers[0]["left"] == ["step-1-epoch-1-0-a-0", "step-3-epoch-1-0-a-0"]

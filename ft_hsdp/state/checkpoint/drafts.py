@@ -117,7 +117,8 @@ class Draft:
         if self._manifest is not None:
             self._over.set()
             shutil.rmtree(self.path, ignore_errors=True)
-            self._manifest.close()
+            with contextlib.suppress(OSError):  # it writes again what could not be written, then closes
+                self._manifest.close()
 
 
 def unfinished(folder: Path, name: str) -> Path:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from ft_hsdp import fault_injection
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
@@ -209,14 +210,19 @@ def overtaken(side: Side, folder: str) -> Any:
     return {"outcomes": [told(f.result(WAIT_S)) for f in futures]}
 
 
-def with_disk_full(side: Side, folder: str, limit: int, on: int) -> Any:
-    """Files of rank ``on`` cannot grow beyond ``limit`` bytes at step 2; 1 and 3 are as ever."""
+def with_disk_full(side: Side, folder: str, limit: int, on: int, at: str = "") -> Any:
+    """Files of rank ``on`` cannot grow beyond ``limit`` bytes at step 2, from ``at`` on; 1 and 3 are as ever."""
     checkpointer = side.checkpointer(folder)
     outcomes = []
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    for step in (1, 2, 3):
-        if step == 2 and side.ranks.rank == on:
+
+    def reach(point: str, step: int) -> None:
+        if (point, step, side.ranks.rank) == (at, 2, on):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    fault_injection.reach = reach
+    for step in (1, 2, 3):
+        reach("", step)
         outcomes += written(side, checkpointer, header(step))
         if step == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
