@@ -16,11 +16,10 @@ from ft_hsdp import address, secret, tls
 from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import REPLY_S, urls_of_run
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, ConfigError, FtHsdpError
-from ft_hsdp.launch.backend.processes import environment, last_line, spare, tied
+from ft_hsdp.launch.backend.processes import environment, last_line, tied
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, open_log, read_json, supervised
 
 STOP_S = 3.0  # from SIGTERM to SIGKILL
-SPARE_S = 5.0  # from the start of a lighthouse to the start of its spare
 STEADY_S = 10.0  # a lighthouse that ran for so long resets the pause before the next start
 SLOWEST_S = 5.0  # longest pause between two starts
 LOOK_S = 1.0  # between two health checks, and the longest wait for a beat
@@ -63,7 +62,6 @@ class LighthouseProcess:
         first = config.network.port
         self._host, self._port = config.network.host, first and first + (seat or 0)
         self._listening: socket.socket | None = None
-        self._spare: asyncio.subprocess.Process | None = None  # loaded; a line on its stdin starts it
         self._process: asyncio.subprocess.Process | None = None
         self._url: str | None = None
 
@@ -74,23 +72,21 @@ class LighthouseProcess:
         return self._url
 
     async def start(self) -> None:
-        """Start it, or tell its spare to run, and wait until it listens.
+        """Start it, and wait until it listens.
 
         Raises:
-            LighthouseFailed: It ended, or did not listen in time.
+            LighthouseFailed: It could not be started, ended, or did not listen in time.
         """
         if self._listening is None:
             try:
                 self._listening = address.listen(self._host, self._port, known=True)
             except ConfigError as error:
                 raise LighthouseFailed(str(error), error.exit_code) from None
-        ready, self._spare = self._spare, None
-        if ready is not None and ready.returncode is None and ready.stdin is not None:
-            ready.stdin.write(b"go\n")
-            ready.stdin.close()
-            self._process = ready
-        else:
+        try:
             self._process = await self._spawn(tied(self._module, *self._arguments))
+        except (OSError, RuntimeError) as error:  # no process, descriptor or thread is left: some may be later
+            why = getattr(error, "strerror", None) or error
+            raise LighthouseFailed(f"the lighthouse does not start: {why}", EXIT_RETRYABLE) from None
         exited = asyncio.create_task(self._process.wait())
         deadline = time.monotonic() + self._listen_s
         try:
@@ -129,16 +125,11 @@ class LighthouseProcess:
                 self._event("LighthouseExited", f"it listens at {self.url} again", over=True)
 
     async def _ended(self, process: asyncio.subprocess.Process) -> int:
-        """Wait until a lighthouse ends and return its exit code; if it is the only one, load a spare meanwhile."""
-        ended = asyncio.create_task(process.wait())
+        """Wait until a lighthouse ends, and return its exit code."""
         checking = asyncio.create_task(self._check_health(process))
         try:
-            done, _ = await asyncio.wait({ended}, timeout=SPARE_S)
-            if not done and not self._seat:
-                self._spare = await self._spawn(spare(self._module, *self._arguments), asyncio.subprocess.PIPE)
-            return await ended
+            return await process.wait()
         finally:
-            ended.cancel()
             checking.cancel()
 
     async def _check_health(self, process: asyncio.subprocess.Process) -> None:
@@ -168,9 +159,7 @@ class LighthouseProcess:
         assert self._listening is not None, "start() comes first"
         return ("--run", str(self._run.path), "--fd", str(self._listening.fileno()), *self._seat)
 
-    async def _spawn(
-        self, command: list[str], stdin: int = asyncio.subprocess.DEVNULL
-    ) -> asyncio.subprocess.Process:
+    async def _spawn(self, command: list[str]) -> asyncio.subprocess.Process:
         """Start a process with the listening socket; if this is cancelled, kill it."""
         assert self._listening is not None, "start() comes first"
         with await asyncio.to_thread(open_log, self._run.lighthouse_log) as log:
@@ -178,7 +167,7 @@ class LighthouseProcess:
                 asyncio.create_subprocess_exec(
                     *command,
                     env=environment(),
-                    stdin=stdin,
+                    stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     pass_fds=(self._listening.fileno(),),
@@ -193,7 +182,7 @@ class LighthouseProcess:
                 raise
 
     async def stop(self) -> None:
-        """End the process and its spare, and free the port."""
+        """End the process, and free the port."""
         try:
             await self._end()
         finally:
@@ -202,9 +191,6 @@ class LighthouseProcess:
                 self._listening = None
 
     async def _end(self) -> None:
-        if self._spare is not None and self._spare.returncode is None:
-            self._spare.kill()
-            await self._spare.wait()
         process = self._process
         if process is None or process.returncode is not None:
             return

@@ -26,7 +26,7 @@ def keep_away(job: Job, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for process, line in running(job.process.pid).items():
-            if "lighthouse" in line:  # as a module's name; a spare, too
+            if "lighthouse" in line:  # as a module's name
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         time.sleep(0.01)

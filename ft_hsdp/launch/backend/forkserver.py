@@ -260,7 +260,7 @@ class ForkServer:
             return self._server
 
     async def _execute(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
-        """Start the process; our end of the connection to it. Raises OSError."""
+        """Start the process; our end of the connection to it. Raises OSError, or RuntimeError without a thread."""
         children.adopt()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -301,8 +301,9 @@ class ForkServer:
     async def _start(self) -> _Server:
         try:
             process, sock = await self._execute()
-        except OSError as error:
-            raise Retryable(f"the fork server does not start: {error.strerror or error}") from None
+        except (OSError, RuntimeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise Retryable(f"the fork server does not start: {why}") from None
         server = _Server(process, sock, self._born)
         try:
             async with asyncio.timeout(self._boot_s):

@@ -1,15 +1,12 @@
 """Starts processes that do not outlive the one that started them, and small helpers for that.
 
-`python -m ft_hsdp.launch.backend.processes tied PID MODULE [ARGS]` runs a module. The kernel kills it when PID
-ends. `... spare PID PACKAGE [ARGS]` loads a package, waits for a line on stdin, and then runs the package. Loading
-is most of the time that a lighthouse needs to start. Both lead a session of their own, so that Ctrl-C in a shell
-reaches only the process that knows what to do.
+`python -m ft_hsdp.launch.backend.processes PID MODULE [ARGS]` runs a module. The kernel kills it when PID ends. It
+leads a session of its own, so that Ctrl-C in a shell reaches only the process that knows what to do.
 """
 
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import re
 import secrets
@@ -48,12 +45,7 @@ ONE_THREAD = {
 
 def tied(*module_and_args: str) -> list[str]:
     """Return the command that runs a module of this installation, killed when the calling process ends."""
-    return [sys.executable, "-m", "ft_hsdp.launch.backend.processes", "tied", str(os.getpid()), *module_and_args]
-
-
-def spare(*module_and_args: str) -> list[str]:
-    """Return a command like that of `tied` that only loads the package, and runs it after a line on stdin."""
-    return [sys.executable, "-m", "ft_hsdp.launch.backend.processes", "spare", str(os.getpid()), *module_and_args]
+    return [sys.executable, "-m", "ft_hsdp.launch.backend.processes", str(os.getpid()), *module_and_args]
 
 
 def environment() -> dict[str, str]:
@@ -135,24 +127,13 @@ def stands_still(pid: int, host: str) -> bool:
         return False
 
 
-def _become(module: str, args: list[str]) -> None:
-    os.execv(sys.executable, [sys.executable, "-m", module, *args])  # noqa: S606 - no shell is what we want
-
-
-def _wait_and_run(package: str, args: list[str]) -> None:
-    loaded = importlib.import_module(f"{package}.__main__")
-    if sys.stdin.readline():
-        sys.argv = [package, *args]
-        sys.exit(loaded.main())
-
-
 def main() -> None:
-    """Tie this process to its parent, which waits for it; then run a module, or load a package as a spare."""
-    way, parent, name, *args = sys.argv[1:]
+    """Tie this process to its parent, which waits for it; then run a module."""
+    parent, module, *args = sys.argv[1:]
     if os.getpid() != os.getsid(0):
         os.setsid()
     die_with(int(parent))
-    {"tied": _become, "spare": _wait_and_run}[way](name, args)
+    os.execv(sys.executable, [sys.executable, "-m", module, *args])  # noqa: S606 - no shell is what we want
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def domains(subject: Subject) -> str:
     return f"{found}the {which}, so it counts as one of its own; hosts.labels or {DOMAINS_VARIABLE} can say it"
 
 
-BASE_BYTES = 300 * 2**20  # lighthouse, its spare process, the supervisor and the fork server, measured
+BASE_BYTES = 250 * 2**20  # lighthouse, supervisor and fork server, measured
 RANK_BYTES = 150 * 2**20  # private memory of a forked rank without a model, measured
 AGENT_BYTES = 32 * 2**20  # a state agent, measured
 # fp32 copies of the model in host memory: weights, gradients, reduced gradients, two moments (5); two snapshots of
