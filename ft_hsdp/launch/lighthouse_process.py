@@ -15,6 +15,7 @@ from typing import Any
 from ft_hsdp import address, secret, tls
 from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import REPLY_S, urls_of_run
+from ft_hsdp.core.restart import doubled
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.backend.processes import environment, last_line, tied
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, open_log, read_json, supervised
@@ -115,7 +116,7 @@ class LighthouseProcess:
             code = await self._ended(self._process)
             failures = 0 if time.monotonic() - since > STEADY_S else failures
             self._event("LighthouseExited", f"exit {code}; it is started again on its port", code=code)
-            await asyncio.sleep(min(SLOWEST_S, 0.1 * 2.0**failures) if failures else 0)
+            await asyncio.sleep(doubled(0.2, failures, SLOWEST_S))
             failures, since = failures + 1, time.monotonic()
             try:
                 await self.start()
