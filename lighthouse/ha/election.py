@@ -141,6 +141,7 @@ class Deposed(StoreFailed):
 class EtcdStore(Store):
     """Rows below ``prefix``, each "DIGEST JSON"; each write is one transaction that only the leader's key lets in.
 
+    A write also compares how many there were before, so one that etcd does late undoes no newer one.
     If etcd does not answer a write, the write may have happened. Then this lighthouse does not know what is
     durable, and stays deposed. Raises Deposed also if nothing would be written: only the leader may decide.
     """
@@ -149,6 +150,7 @@ class EtcdStore(Store):
         self._etcd = etcd
         self._prefix = f"{prefix}/durable/"
         self._election = election
+        self._writes = 0  # to the row that each write puts
         self.deposed = ""  # why nothing can be written any more
         super().__init__(f"etcd {self._prefix}")
 
@@ -166,6 +168,8 @@ class EtcdStore(Store):
             raise Deposed(str(error)) from error
         except EtcdRefused as error:
             raise self._unusable(str(error)) from None
+        known = found.get(self._prefix + _FORMAT)
+        self._writes = known.version if known is not None else 0
         texts = {key.removeprefix(self._prefix): entry.value for key, entry in found.items()}
         rows: Rows = {}
         for name, text in texts.items():
@@ -176,18 +180,25 @@ class EtcdStore(Store):
         return (int(kept) if kept.isdecimal() else 0), rows
 
     def _write(self, rows: Rows) -> None:
+        key, revision = self._election.key, self._election.revision
         texts = {**rows, _FORMAT: str(FORMAT)}
         values = {self._prefix + n: f"{state_id.digest(n, text)} {text}" for n, text in texts.items()}
         try:
-            led = self._etcd.put_if(self._election.key, self._election.revision, values)
+            found = self._etcd.put_if(key, revision, values, {self._prefix + _FORMAT: self._writes})
         except EtcdUnreachable as error:
             self.deposed = f"a write may be lost or not ({error})"
             raise Deposed(f"lighthouse store {self._name}: {self.deposed}") from error
         except EtcdRefused as error:
             raise StoreFailed(f"lighthouse store {self._name}: {error}") from error
-        if not led:
-            self.deposed = "another one does"
-            raise Deposed(f"lighthouse store {self._name}: another lighthouse leads")
+        if found is not None:
+            if key not in found or found[key].create_revision != revision:
+                self.deposed = "another one does"
+                raise Deposed(f"lighthouse store {self._name}: another lighthouse leads")
+            if any(k not in found or found[k].value != value for k, value in values.items()):
+                self.deposed = "its rows are not as this lighthouse wrote them"
+                raise Deposed(f"lighthouse store {self._name}: {self.deposed}")
+            # Else a member of etcd did this before another one was asked, and did not answer.
+        self._writes += 1
 
     @property
     def _least_term(self) -> int:

@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ class EtcdRefused(Retryable):
 class EtcdEntry:
     value: str
     create_revision: int  # of the whole store
+    version: int  # how often it was put since it was created
 
 
 class Etcd:
@@ -110,11 +112,28 @@ class Etcd:
             "/v3/kv/txn", body, lambda answer: _entries(_checked(answer)["responses"][-1]["response_range"])[key]
         )
 
-    def put_if(self, key: str, create_revision: int, values: Mapping[str, str]) -> bool:
-        """Put all of ``values`` if ``key`` still is the one made in ``create_revision``; return whether it is."""
+    def put_if(
+        self, key: str, create_revision: int, values: Mapping[str, str], versions: Mapping[str, int]
+    ) -> dict[str, EtcdEntry] | None:
+        """Put all of ``values`` if ``key`` still is the one made in ``create_revision``, at these ``versions``.
+
+        A member that did not answer may have done what another one is asked then, or do it at any time. With one
+        of ``values`` in ``versions``, this is done once, and never after a later write with the same one.
+
+        Returns:
+            None if they were put; else what is there of ``key`` and ``values``.
+        """
+        compare = [_made_in(key, create_revision), *(_has_version(k, number) for k, number in versions.items())]
         puts = [{"request_put": {"key": _wire(k), "value": _wire(v)}} for k, v in values.items()]
-        body = {"compare": [_made_in(key, create_revision)], "success": puts}
-        return self._call("/v3/kv/txn", body, lambda answer: _checked(answer).get("succeeded", False) is True)
+        reads = [{"request_range": {"key": _wire(k)}} for k in (key, *values)]
+
+        def read(answer: dict[str, Any]) -> dict[str, EtcdEntry] | None:
+            if _checked(answer).get("succeeded", False) is True:
+                return None
+            answers = zip(reads, answer["responses"], strict=True)
+            return dict(ChainMap(*(_entries(each["response_range"]) for _, each in answers)))
+
+        return self._call("/v3/kv/txn", {"compare": compare, "success": puts, "failure": reads}, read)
 
     def close(self) -> None:
         self._http.close()
@@ -213,12 +232,16 @@ def _entries(answer: Mapping[str, Any]) -> dict[str, EtcdEntry]:
 
 def _entry(found: Mapping[str, Any]) -> tuple[str, EtcdEntry]:
     key, value = (base64.b64decode(found.get(part, ""), validate=True) for part in ("key", "value"))
-    revision = int(found["create_revision"])
-    return key.decode(errors="replace"), EtcdEntry(value.decode(errors="replace"), revision)
+    revision, version = int(found["create_revision"]), int(found["version"])
+    return key.decode(errors="replace"), EtcdEntry(value.decode(errors="replace"), revision, version)
 
 
 def _made_in(key: str, revision: int) -> dict[str, str]:
     return {"target": "CREATE", "key": _wire(key), "create_revision": str(revision), "result": "EQUAL"}
+
+
+def _has_version(key: str, version: int) -> dict[str, str]:
+    return {"target": "VERSION", "key": _wire(key), "version": str(version), "result": "EQUAL"}
 
 
 def _wire(text: str) -> str:

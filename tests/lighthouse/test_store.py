@@ -115,7 +115,7 @@ class InEtcd:
 
     def raw(self, name, text):
         client = Etcd((self.server.url,), 5.0)
-        assert client.put_if(f"{self.prefix}/none", 0, {self.key(name): text})
+        assert client.put_if(f"{self.prefix}/none", 0, {self.key(name): text}, {}) is None
         client.close()
 
     def put(self, name, text):
@@ -381,6 +381,23 @@ def test_a_write_of_unknown_outcome_deposes(in_etcd):
         store.save(replace(state, epoch=3))
     store.close()
     assert reopened(in_etcd).epoch == 2
+
+
+def test_a_write_that_was_repeated_and_comes_late_undoes_no_newer_one(in_etcd):
+    """As of a member of etcd that was frozen."""
+    store, client, _ = in_etcd.elected()
+    state = store.load(POLICY)
+    client.repeats = True
+    for epoch in (1, 2, 3):
+        store.save(replace(state, epoch=epoch))
+    for late in list(client.writes):
+        assert client.put_if(*late) is not None
+    store.save(replace(state, epoch=4))
+    in_etcd.put("format", str(FORMAT))  # the leader has not written this
+    with pytest.raises(StoreFailed, match="not as this"):
+        store.save(replace(state, epoch=5))
+    store.close()
+    assert reopened(in_etcd).epoch == 4
 
 
 def test_the_file_is_written_through(tmp_path):

@@ -9,8 +9,8 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -82,11 +82,18 @@ class EtcdServer:
 
 
 class LossyEtcd(Etcd):
-    """A client that remembers its lease, and while ``loses`` loses the answers to what it writes."""
+    """A client that remembers its lease and writes, and while ``loses`` loses the answers to what it writes.
+
+    While it ``repeats``, it writes all twice, as if one member of the cluster did not answer in time.
+    """
 
     lease = 0
-    loses = False
+    loses = repeats = False
     campaigns = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.writes: list[tuple[Any, ...]] = []
 
     def grant(self, ttl_s: int) -> tuple[int, float]:
         """Return the lease and how long it holds."""
@@ -100,11 +107,13 @@ class LossyEtcd(Etcd):
         self._lose()
         return found
 
-    def put_if(self, key: str, create_revision: int, values: Mapping[str, str]) -> bool:
+    def put_if(self, *write: Any) -> dict[str, EtcdEntry] | None:
         """Write."""
-        led = super().put_if(key, create_revision, values)
+        self.writes.append(write)
+        for _ in range(1 + self.repeats):
+            found = super().put_if(*write)
         self._lose()
-        return led
+        return found
 
     def _lose(self) -> None:
         if self.loses:

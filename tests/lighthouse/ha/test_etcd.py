@@ -46,12 +46,16 @@ def test_a_key_is_made_once_and_its_lease_ends_it(client, key):
 def test_a_write_is_let_in_by_the_revision_of_a_key_alone(client, key):
     lease, _ = client.grant(30)
     first = client.create(f"{key}/leader", "a", lease)
-    assert client.put_if(f"{key}/leader", first.create_revision, {f"{key}/x/1": "1", f"{key}/x/2": "ü"})
+    assert (
+        client.put_if(f"{key}/leader", first.create_revision, {f"{key}/x/1": "1", f"{key}/x/2": "ü"}, {}) is None
+    )
     client.revoke(lease)
     lease, _ = client.grant(30)
     second = client.create(f"{key}/leader", "a", lease)
     assert second.create_revision > first.create_revision
-    assert not client.put_if(f"{key}/leader", first.create_revision, {f"{key}/x/1": "late", f"{key}/x/3": "late"})
+    late = {f"{key}/x/1": "late", f"{key}/x/3": "late"}
+    found = client.put_if(f"{key}/leader", first.create_revision, late, {})
+    assert found == {f"{key}/leader": second, f"{key}/x/1": client.get(f"{key}/x/1")}
     assert {k: e.value for k, e in client.below(f"{key}/x/").items()} == {f"{key}/x/1": "1", f"{key}/x/2": "ü"}
     client.revoke(lease)
 
@@ -98,7 +102,7 @@ def test_a_cluster_with_users_wants_the_password_of_the_environment(key, monkeyp
         monkeypatch.setenv("FT_HSDP_ETCD_USER", "root")
         monkeypatch.setenv("FT_HSDP_ETCD_PASSWORD", "secret")
         client = Etcd.with_secrets((server.url,), 5.0)
-        assert client.put_if(key, 0, {key: "x"})
+        assert client.put_if(key, 0, {key: "x"}, {}) is None
         client._token = "run.out"
         assert isinstance(client.get(key), EtcdEntry)
         client.close()
