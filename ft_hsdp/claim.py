@@ -244,7 +244,7 @@ def _put(folder: Path, record: Record, *, new: bool = False) -> None:
     """Write the record; with `new` only where there is none, else FileExistsError. Raises OSError."""
     part = folder / f".{FILE}.{secrets.token_hex(6)}"
     try:
-        part.write_text(json.dumps(record) + "\n")
+        part.write_text(json.dumps(record) + "\n", encoding="utf-8")
         if new:
             link_new(part, folder / FILE)
         else:

@@ -79,7 +79,7 @@ def strict(row: Mapping[str, object]) -> str:
 def here() -> dict[str, str]:
     """Return this host's name, and which of its starts this is: {"host", "boot"}."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         boot = ""
     return {"host": socket.gethostname(), "boot": boot}

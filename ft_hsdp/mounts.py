@@ -119,7 +119,7 @@ def need(folder: Path, key: str, *abilities: Ability) -> tuple[Ability, ...]:
 
 
 def _lock(folder: Path) -> None:
-    with (folder / "file").open("r+") as file:
+    with (folder / "file").open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(file, fcntl.LOCK_UN)
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as SQLite does

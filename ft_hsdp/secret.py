@@ -178,6 +178,6 @@ def key_file() -> Path:
 def _fresh(path: Path, text: str) -> Path:
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(handle, "w") as file:
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(text)
     return part

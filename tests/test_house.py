@@ -58,6 +58,17 @@ def test_no_call_is_hidden(tmp_path: Path) -> None:
     ]
 
 
+def test_text_is_never_in_the_encoding_of_the_locale(tmp_path: Path) -> None:
+    assert list(house.locale_encodings()) == []
+    module = tmp_path / "ft_hsdp" / "one.py"
+    module.parent.mkdir()
+    said = "a.read_text(encoding='utf-8'); open(a, 'rb'); os.open(a, 0); ring.open(a); os.fdopen(a, mode='wb')"
+    unsaid = "a.write_text(b); open(a); a.open('w'); os.fdopen(a); TemporaryFile('w+'); run(a, text=True)"
+    module.write_text(f"{said}\n{unsaid}")
+    found = [line.removeprefix("ft_hsdp/one.py:2: ") for line in house.locale_encodings(tmp_path)]
+    assert found == ["a.write_text", "open", "a.open", "os.fdopen", "TemporaryFile", "run"]
+
+
 def test_docstrings_say_something() -> None:
     assert list(house.unclear_docstrings()) == []
 

@@ -55,7 +55,7 @@ _WATCHED = TypeAdapter(Watched)
 
 def process_space() -> str:
     """Return a name that is equal for two processes in which a pid means the same process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
 
 

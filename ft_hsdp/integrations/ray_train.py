@@ -304,7 +304,7 @@ def _run(words: list[str]) -> int:
 
 def _result(run: Path) -> Result:
     """Return what a job has left in its run's directory."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "logged" in row]
     return Result(
         metrics=rows[-1]["logged"] if rows else {},

@@ -175,7 +175,8 @@ def _render(args: argparse.Namespace) -> int:
 
     given = {field: getattr(args, field, None) for field in Site.__dataclass_fields__}
     site = Site(**{"python": sys.executable, **{field: v for field, v in given.items() if v is not None}})
-    sys.stdout.write({"slurm": slurm, "jobset": jobset, "rayjob": rayjob}[args.target](_config(args), site))
+    text = {"slurm": slurm, "jobset": jobset, "rayjob": rayjob}[args.target](_config(args), site)
+    sys.stdout.buffer.write(text.encode(errors="surrogateescape"))  # UTF-8 in any locale: others read it
     sys.stdout.flush()
     return EXIT_OK
 
@@ -300,7 +301,7 @@ def _schema(_: argparse.Namespace) -> int:
 
 
 def _example(args: argparse.Namespace) -> int:
-    examples = {path.stem: path.read_text() for path in sorted(EXAMPLES.glob("*.yaml"))}
+    examples = {path.stem: path.read_text(encoding="utf-8") for path in sorted(EXAMPLES.glob("*.yaml"))}
     if args.name is None:
         width = max(map(len, examples))
         _print([f"{name:<{width}}  {_first_sentence(text)}" for name, text in examples.items()])

@@ -213,7 +213,7 @@ def _write(file: Path, made: Path, weights: dict[str, torch.Tensor], config: str
         made.mkdir(parents=True, exist_ok=True)
         save_file(weights, part, metadata={"format": "pt"})
         if config is not None:
-            file.with_name(SHAPE).write_text(config)
+            file.with_name(SHAPE).write_text(config, encoding="utf-8")
         part.rename(file)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):

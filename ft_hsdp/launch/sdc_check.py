@@ -76,7 +76,7 @@ def _tried(config: Config, ranks: int) -> Config:
 
 def _pass(config: Config, folder: Path, number: int, steps: int, count: int) -> list[dict[str, Any]]:
     """Have all ranks of this host train; return what each has found."""
-    (folder / "config.yaml").write_text(dump(config))
+    (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     ranks = config.ranks_per_replica
     ports = free_ports(count // ranks)
     places = {f"rank {slot}": place(slot % ranks, slot, ranks, ports[slot // ranks]) for slot in range(count)}

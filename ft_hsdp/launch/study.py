@@ -313,7 +313,7 @@ def _train(cell: Cell, stop: threading.Event) -> None:
     """Train one variant. Blocks until it is trained, or ``stop`` is set."""
     shutil.rmtree(cell.folder, ignore_errors=True)
     cell.folder.mkdir(parents=True)
-    (cell.folder / "config.yaml").write_text(dump(cell.config))
+    (cell.folder / "config.yaml").write_text(dump(cell.config), encoding="utf-8")
     (cell.folder / "plan.json").write_bytes(PLAN.dump_json(cell.plan))
     ranks, (port,) = cell.config.ranks_per_replica, free_ports(1)
     places = {f"rank-{rank}.log": place(rank, rank, ranks, port) for rank in range(ranks)}
@@ -346,7 +346,7 @@ def results(trained: Iterable[Cell]) -> list[dict[str, Any]]:
 
 def write(folder: Path, found: Iterable[VariantResult]) -> None:
     """Write a line for each variant into a CSV file of ``folder``, for spreadsheets."""
-    with (folder / "variants.csv").open("w", newline="") as file:
+    with (folder / "variants.csv").open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file)
         table.writerow(each.name for each in fields(VariantResult))
         table.writerows(astuple(each) for each in found)

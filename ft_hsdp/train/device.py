@@ -106,7 +106,7 @@ def local_cpus(gpu: Any, system: Path = Path("/sys")) -> set[int]:
         gpu: Its properties, as torch has them, with its PCI address.
     """
     try:
-        text = (system / "bus/pci/devices" / _pci_address(gpu) / "local_cpulist").read_text()
+        text = (system / "bus/pci/devices" / _pci_address(gpu) / "local_cpulist").read_text(encoding="utf-8")
     except OSError:
         return set()
     ranges = (part.partition("-") for part in text.strip().split(",") if part)

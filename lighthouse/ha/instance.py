@@ -48,7 +48,7 @@ class InstanceLock:
         file = self._folder / "run_id"
         clear_way(file)
         try:
-            with file.open("x") as made:
+            with file.open("x", encoding="utf-8") as made:
                 made.write(first)
             return first
         except FileExistsError:

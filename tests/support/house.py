@@ -233,6 +233,25 @@ def _forwards(node: ast.Lambda) -> bool:
     return passed == names and not node.body.keywords and not own.intersection(names)
 
 
+def locale_encodings(root: Path = ROOT) -> Iterator[str]:
+    """Yield the calls that read or write text, of a file or another program, in the encoding of the locale."""
+    for path in _files(root):
+        for node in _nodes(path):
+            if isinstance(node, ast.Call) and _is_of_the_locale(node):
+                yield f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node.func)}"
+
+
+def _is_of_the_locale(call: ast.Call) -> bool:
+    name, more = ast.unparse(call.func), {keyword.arg: keyword.value for keyword in call.keywords}
+    if "encoding" in more:
+        return False
+    texts = [str(n.value) for n in (*call.args, more.get("mode")) if isinstance(n, ast.Constant)]
+    modes = [text for text in texts if re.fullmatch("[rwxabt+]+", text)]
+    if re.search(r"(^|\.)(open|fdopen|(Named)?TemporaryFile)$", name):
+        return any("b" not in mode for mode in modes) if modes else name in ("open", "os.fdopen")
+    return name.endswith((".read_text", ".write_text")) or bool({"text", "universal_newlines"} & more.keys())
+
+
 def reference_modules(root: Path = ROOT) -> list[Path]:
     """The modules whose docstrings are linted in full: those that pyproject.toml exempts from per-file-ignores."""
     ignores = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["per-file-ignores"]

@@ -52,7 +52,7 @@ def host_id() -> str:
 
     That takes the same kernel and the same network namespace.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     space = Path("/proc/self/ns/net").stat().st_ino
     return hashlib.sha256(f"{boot}:{space}".encode()).hexdigest()[:16]
 

@@ -172,7 +172,7 @@ def _adopted(sessions: Collection[int]) -> list[tuple[int, bytes]]:
 
 def _children() -> list[int]:
     try:
-        lists = [(task / "children").read_text() for task in Path("/proc/self/task").iterdir()]
+        lists = [(task / "children").read_text(encoding="utf-8") for task in Path("/proc/self/task").iterdir()]
     except OSError as error:
         if error.errno != errno.ENOENT:
             return []

@@ -63,7 +63,7 @@ def device(subject: Subject) -> str:
 def driver(file: Path = DRIVER) -> str:
     """Return the version of NVIDIA's driver; "" if there is none."""
     try:
-        words = file.read_text().splitlines()[0].split()
+        words = file.read_text(encoding="utf-8", errors="replace").splitlines()[0].split()
     except (OSError, IndexError):
         return ""
     return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
@@ -380,7 +380,7 @@ def _memory(folder: Path) -> int | None:
 def _cpus(folder: Path) -> float | None:
     """Return the limit on processor time, in processors."""
     try:
-        quota, period = (folder / "cpu.max").read_text().split()
+        quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         parts = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         quota, period = (str(part or 0) for part in parts)
@@ -397,14 +397,14 @@ def _threads(folder: Path) -> int | None:
 
 def _number(file: Path) -> int | None:
     try:
-        return int(file.read_text())
+        return int(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
 def _stat(folder: Path, key: str) -> int:
     try:
-        lines = (folder / "memory.stat").read_text().splitlines()
+        lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{key} ")), 0)

@@ -169,7 +169,7 @@ def local_range(file: Path = RANGE) -> tuple[int, int]:
         Undecided: The kernel does not say.
     """
     try:
-        low, high = map(int, file.read_text().split())
+        low, high = map(int, file.read_text(encoding="utf-8").split())
     except (OSError, ValueError):
         raise Undecided(f"{file} does not give the range of ports") from None
     return low, high

@@ -86,7 +86,8 @@ def ask(*args: str, env: Mapping[str, str | None] | None = None) -> dict[str, An
             env={name: value for name, value in changed.items() if value is not None},
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=CHILD_S,
         )
     except subprocess.TimeoutExpired:

@@ -267,13 +267,13 @@ def write_files(run: RunDir, order: HostOrder, address: str, setup: ActorSetup) 
 
     It has the address of the node, and its folder for prepared data.
     """
-    run.config.write_text(order.config)
+    run.config.write_text(order.config, encoding="utf-8")
     config = load(run.config)
     changes = {
         "job": config.job.model_copy(update={"runs_dir": setup.ray.folder}),
         "network": config.network.model_copy(update={"host": address}),
     }
-    run.config.write_text(dump(config.model_copy(update=changes)))
+    run.config.write_text(dump(config.model_copy(update=changes)), encoding="utf-8")
     place_script(run, order.script)
     secret.write_private(run.token, order.token)
     secret.write_private(run.checkpoint_key, order.checkpoint_key)
@@ -299,7 +299,7 @@ def place_script(run: RunDir, script: bytes) -> None:
     file = run.path / "entry" / Path(config.entry).name
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(script)
-    run.config.write_text(dump(config.model_copy(update={"entry": str(file)})))
+    run.config.write_text(dump(config.model_copy(update={"entry": str(file)})), encoding="utf-8")
 
 
 def link_checkpoints(run: RunDir, driver: Path) -> None:

@@ -51,14 +51,14 @@ def read(text: str, where: str) -> Dump:
 def load_dump(file: Path) -> Dump:
     """Return the dump in a file. Raises ConfigError if it cannot be read, or is none."""
     try:
-        return read(file.read_text(), str(file))
+        return read(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("dump", str(file), f"a file that can be read ({one_line(str(error))})") from None
 
 
 def save(dump: Dump, file: Path) -> None:
     """Write a dump into a file. Raises OSError."""
-    file.write_text(json.dumps(asdict(dump)))
+    file.write_text(json.dumps(asdict(dump)), encoding="utf-8")
 
 
 def lines(document: Json) -> list[str]:

@@ -242,7 +242,7 @@ def write_job_files(run: RunDir, config: Config, token: str | None = None) -> No
     if config.alerts:  # a webhook is a secret
         secret.write_private(run.config, dump(config))
     else:
-        run.config.write_text(dump(config))
+        run.config.write_text(dump(config), encoding="utf-8")
     secret.write_private(run.token, token or secrets.token_hex(32))
     secret.write_private(run.admin_token, secrets.token_hex(32))
     secret.write_private(run.checkpoint_key, key.decode())

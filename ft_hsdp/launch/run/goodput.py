@@ -33,7 +33,7 @@ def goodput(subject: Config | RunDir | None, phases: Path | None) -> Row:
     Raises:
         ConfigError: ``phases`` is no such document, or nothing is recorded.
     """
-    systems, given = json.loads(SYSTEMS.read_text()), _phases(phases) if phases else None
+    systems, given = json.loads(SYSTEMS.read_text(encoding="utf-8")), _phases(phases) if phases else None
     found: Row = {"measured": None, "predicted": None}
     name, ours = next(iter(systems["systems"].items()))
     if isinstance(subject, RunDir):
@@ -55,7 +55,7 @@ def goodput(subject: Config | RunDir | None, phases: Path | None) -> Row:
 
 def _phases(file: Path) -> Row:
     try:
-        row: Row = json.loads(file.read_text())["measured"]["settings"]
+        row: Row = json.loads(file.read_text(encoding="utf-8"))["measured"]["settings"]
         prediction.system_of(row)
     except (OSError, *DAMAGED) as error:
         raise ConfigError("--phases", str(file), f"what `goodput RUN --json` prints ({error})") from None

@@ -65,7 +65,7 @@ def write(run: RunDir, out: Path | None = None) -> Path:
     try:
         if out is None:
             clear_way(target)
-        target.write_text(json.dumps(trace(run.name, events, commits, steps), allow_nan=False))
+        target.write_text(json.dumps(trace(run.name, events, commits, steps), allow_nan=False), encoding="utf-8")
     except OSError as error:
         raise ConfigError("OUT", str(target), f"a file that can be written ({error.strerror})") from None
     return target

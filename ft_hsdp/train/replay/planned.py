@@ -160,7 +160,7 @@ class VariantJob(PlannedJob):
     ) -> None:
         super().__init__(config, place, device, variant.outcome, close_group, self._note)
         self._variant = variant
-        self._rows = variant.rows.open("w", buffering=1) if place.rank == 0 else None
+        self._rows = variant.rows.open("w", buffering=1, encoding="utf-8") if place.rank == 0 else None
         self._losses: dict[int, float] = {}
 
     def _script(self) -> Callable[..., Script]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -212,8 +213,11 @@ def test_what_would_not_work_is_one_line(render: Any, site: Site, overrides: tup
 
 def test_the_command_prints_the_file_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "configs/quickstart.yaml")
-    assert cli.main(["render", "jobset", config, "--image", "a", "--claim", "shared", "--replicas=2"]) == 0
-    parts = _parts(capsys.readouterr().out)
+    sys.stdout.reconfigure(encoding="latin-1")  # as in the locale of this machine
+    overrides = "--replicas=2", "--data.path=für"
+    assert cli.main(["render", "jobset", config, "--image", "a", "--claim", "shared", *overrides]) == 0
+    parts = _parts(out := capsys.readouterr().out)
+    assert "path: für" in out
     assert parts["JobSet"]["spec"]["replicatedJobs"][1]["replicas"] == 2
     assert "PersistentVolumeClaim" not in parts
     assert cli.main(["render", "jobset", config]) == 64

@@ -99,6 +99,19 @@ def test_any_cut_of_a_log_reads_the_same(tmp_path_factory: pytest.TempPathFactor
     assert found == rows == read_jsonl(log)
 
 
+def test_a_configuration_is_utf_8_in_any_locale(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from ft_hsdp.config import parse\n"
+        "from ft_hsdp.launch.run.directory import RunDir, write_job_files\n"
+        "for name, alerts in {'a': [], 'b': [{'url': 'https://x.example'}]}.items():\n"
+        "    config = parse({'entry': 'train.py', 'args': ['f\\xfcr'], 'alerts': alerts})\n"
+        "    write_job_files(RunDir(Path(sys.argv[1], name)), config)\n"
+    )
+    ascii_alone = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=ascii_alone, check=True, timeout=60)
+    assert [load(RunDir(tmp_path / name).config).args for name in "ab"] == [("für",)] * 2
+
+
 def test_json_is_replaced_whole_and_what_is_no_json_reads_as_none(tmp_path: Path) -> None:
     replace_json(tmp_path / "new" / "a.json", {"a": 1})
     replace_json(tmp_path / "new" / "a.json", {"a": 2})
