@@ -22,7 +22,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +42,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.train.data.prefetch import Reader, Source
-from ft_hsdp.train.data.sources import DataSources, facts_of
+from ft_hsdp.train.data.sources import DataSources, OneLoop, facts_of
 from ft_hsdp.train.data.step_plan import checked_weight
 from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, parts_of, shard
 from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin, leaving_on_signals
@@ -117,6 +117,7 @@ class Job(DataSources, UserLoop):
         self._saver: CheckpointSaver | None = None
         self._log: StepLog | None = None  # on rank 0
         self._leaves: Leaving | None = None
+        self._loop = OneLoop()
 
     # The user's few lines.
 
@@ -296,7 +297,7 @@ class Job(DataSources, UserLoop):
 
         The first ``next`` joins the job. A spare blocks there until a replica needs it. A replica that is behind
         catches up inside, so only a contributor gets a batch. torch's generator is seeded from the batch's place
-        before each micro-batch, for dropout and the like.
+        before each micro-batch, for dropout and the like. After a ``break`` another call goes on where that was.
 
         From then to the end SIGTERM, SIGINT and SIGHUP mean `leave`, unless the program has a handler of its own.
 
@@ -311,7 +312,8 @@ class Job(DataSources, UserLoop):
         Raises:
             Ended: The job ends this replica.
             SystemExit: Such a signal came, and this replica has left before the end.
-            ConfigError: The optimizer or the checkpoints cannot be used, or ``accumulate`` is another number.
+            ConfigError: Optimizer or checkpoints cannot be used, or ``accumulate`` or the source is another one.
+            RuntimeError: An earlier call has raised an error, or the job is closed.
             AgentGone: This host has no state agent, and none could be started.
             CallbackFailed: A callback on leave has raised an error, which is its cause.
         """
@@ -325,10 +327,11 @@ class Job(DataSources, UserLoop):
         self._adopted.check()
         self._callbacks.fix()
         self._user.fix()
+        yield from self._loop.rest(source, lambda: self._feed(driver, source))
+
+    def _feed(self, driver: StepDriver, source: Source[Any]) -> Generator[Any, None, None]:
         self._live_state.hold(self._user)
         driver.evaluation = self._evaluation()
-        if self.over:
-            return  # the end of training is the end of all epochs
         reader = self._open_reader(source)
         driver.samples_of = getattr(source, "samples_of", None)
         with contextlib.closing(reader), leaving_on_signals(self._ask_to_leave) as told:
@@ -401,17 +404,14 @@ class Job(DataSources, UserLoop):
         """
         driver = self._driver
         if self._runtime is None or driver is None or not driver.joined:
-            return None
+            return
+        self._loop.close()
         with leaving_on_signals(self._ask_to_leave) as told:
             self._ask_to_leave("ended")
-            while True:
-                match self._mailbox.get():
-                    case Exit() as end:
-                        return self._leave_with(driver, end, told)
-                    case RunBatch() | Reduce():
-                        pass
-                    case order:
-                        driver.carry_out(order)
+            while not isinstance(order := self._mailbox.get(), Exit):
+                if not isinstance(order, RunBatch | Reduce):
+                    driver.carry_out(order)
+            self._leave_with(driver, order, told)
 
     def _ask_to_leave(self, how: Leaving = "told") -> None:
         self._leaves = self._leaves if self._leaves == "stops" else how
@@ -484,6 +484,7 @@ class Job(DataSources, UserLoop):
 
     def _part(self) -> None:
         """Leave the job. The process group stays until the process ends: the model may still be gathered."""
+        self._loop.close()
         atexit.register(self._leave_group)  # after a crash nothing is waited for
         if self._saver is not None:
             self._saver.close(self.config.timeouts.save_s)

@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -79,9 +80,9 @@ def test_the_ports_of_all_are_looked_at() -> None:
             check_port(parse({"network": {"port": port - 2}, "lighthouse": chosen}))
 
 
+@mock.patch.object(lighthouse_process, "SLOWEST_S", 0.0)
 async def test_a_lighthouse_that_cannot_be_started_is_tried_again(tmp_path, monkeypatch) -> None:
     """The machine has no process left, no descriptor, no thread, for however long; nothing ends with that."""
-    monkeypatch.setattr(lighthouse_process, "SLOWEST_S", 0.0)
     full = [BlockingIOError(errno.EAGAIN, "fork"), OSError(errno.EMFILE, "pipe"), RuntimeError("no thread")] * 350
     start = asyncio.create_subprocess_exec
 

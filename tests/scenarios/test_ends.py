@@ -46,18 +46,22 @@ torch.manual_seed(0)
 model = job.shard(Model())
 optim = job.optimizer(torch.optim.AdamW(model.parameters()))
 workers, end = int(sys.argv[1]), sys.argv[2]
-for batch in job.batches(job.loader(Points(), batch_size=4, num_workers=workers)):
-    if end == "stop" and job.step == 4 and (job.replica, job.rank) == (0, 0):
-        job.stop()
-    if end == "leave" and job.step == 4:
-        job.leave()
-    model(batch).backward()
-    time.sleep(0.02)
-    optim.step()
-    if end == "break" and job.step == 5 or end == "alone" and job.step == 5 and job.replica == 0:
-        break
-    if end == "exit" and job.step == 5:
-        sys.exit(0)
+loader = job.loader(Points(), batch_size=4, num_workers=workers)
+for epoch in range(99 if end == "epochs" else 1):
+    for number, batch in enumerate(job.batches(loader), 1):
+        if end in ("stop", "epochs") and job.step == 4 and (job.replica, job.rank) == (0, 0):
+            job.stop()
+        if end == "leave" and job.step == 4:
+            job.leave()
+        model(batch).backward()
+        time.sleep(0.02)
+        optim.step()
+        if end == "epochs" and number == 3:  # at a commit, or within a step
+            break
+        if end == "break" and job.step == 5 or end == "alone" and job.step == 5 and job.replica == 0:
+            break
+        if end == "exit" and job.step == 5:
+            sys.exit(0)
 """
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 ENDLESS = 100_000
@@ -106,8 +110,9 @@ def test_a_closed_terminal_and_lost_output_cost_no_step(tmp_path: Path, monkeypa
         assert (saved(tmp_path), summary["failures"]) == ([summary["steps"]], [])
 
 
-def test_loops_that_break_on_all_replicas_end_the_job_well(tmp_path: Path) -> None:
-    ends_well(tmp_path, "break")
+@pytest.mark.parametrize("end", ["break", "epochs"])
+def test_loops_that_break_on_all_replicas_end_the_job_well_or_go_on(tmp_path: Path, end: str) -> None:
+    ends_well(tmp_path, end)
 
 
 @pytest.mark.soak
@@ -118,8 +123,10 @@ def test_scripts_end_the_job_well(tmp_path: Path, end: str) -> None:
 
 def ends_well(folder: Path, end: str) -> None:
     """A script ends training at step 5: once, with the same state on all replicas and on disk."""
-    with Job(folder, ENDLESS, **settings(folder, 0, end)) as job:
+    with Job(folder, ENDLESS, **settings(folder, 0, end), train__accumulate=2) as job:
         summary = job.end()
+        batches = summary["batches"]
+        assert (batches["trained"], batches["duplicated"], batches["skipped"]) == (20, 0, 0)
         states = {(r["step"], r["digest"]) for r in summary["replicas"].values()}
         assert (len(states), states.pop()[0], summary["steps"]) == (1, 5, 5)
         assert {r["incarnations"] for r in summary["replicas"].values()} == {1}

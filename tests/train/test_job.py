@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from ft_hsdp.config import Config, parse
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.restart import IncarnationId
-from ft_hsdp.core.state_id import StateId
+from ft_hsdp.train.data.sources import OneLoop
 from ft_hsdp.train.data.step_plan import StepPlan
 from ft_hsdp.train.identity import FromEnvironment, RankPlace
 from ft_hsdp.train.job import Job
@@ -284,13 +284,30 @@ def test_what_is_read_ahead_is_what_the_next_steps_take(mesh, assignment, replic
     assert [at.unit for at in islice(ahead, 5)] == expected
 
 
-def test_after_the_last_step_there_are_no_more_batches(job: Job) -> None:
-    """A loop over epochs around the one over batches ends."""
-    job.optimizer(torch.optim.AdamW(shard(job).parameters(), lr=0.1))
-    assert not job.over
-    job._live_state.state = StateId(1, job.config.train.steps, "")
-    assert job.over
-    assert list(job.batches(job.loader(Numbers()))) == []
+@pytest.mark.parametrize("how", ["an error", "a close"])
+def test_a_loop_goes_on_where_the_one_before_has_left_off(how: str) -> None:
+    """With the same source, and not after an error."""
+
+    def batches() -> Generator[int, None, None]:
+        yield from range(4)
+        raise OverflowError
+
+    loop = OneLoop()
+    assert next(loop.rest(loop, batches)) == 0
+    refused(lambda: next(loop.rest("", batches)), "got 'another str'", key="job.batches")
+    assert list(islice(loop.rest(loop, batches), 3)) == [1, 2, 3]
+    if how == "a close":
+        loop.close()
+    else:
+        with pytest.raises(OverflowError):
+            next(loop.rest(loop, batches))
+    with pytest.raises(RuntimeError, match="error before"):
+        next(loop.rest(loop, batches))
+
+
+def test_loops_after_the_end_are_empty() -> None:
+    loop = OneLoop()
+    assert [list(loop.rest(loop, lambda: (n for n in range(2)))) for _ in range(3)] == [[0, 1], [], []]
 
 
 def test_a_replay_refuses_a_stream() -> None:

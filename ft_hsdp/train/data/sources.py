@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -49,6 +49,46 @@ def facts_of(
         found = sample_facts(1, lambda _: read(), until)
         own |= {name.replace("sample", "batch"): value for name, value in found.items()}
     return facts | {f"{name} with {ranks} data ranks": value for name, value in own.items()}
+
+
+class OneLoop:
+    """What `Job.batches` yields over all its calls: a loop that breaks leaves the rest to the next one."""
+
+    def __init__(self) -> None:
+        self._source: object = None
+        self._batches: Generator[Any, None, None] | None = None  # of the source
+        self._busy = False  # they are being asked for one; for good if they have raised an error, or are closed
+
+    def rest(self, source: object, begin: Callable[[], Generator[Any, None, None]]) -> Iterator[Any]:
+        """Yield the batches that no call has yielded yet.
+
+        Args:
+            source: What they are of.
+            begin: Makes all of them, in the first call.
+
+        Raises:
+            ConfigError: The first call had another source.
+            RuntimeError: They have raised an error, or are closed.
+        """
+        if self._busy:
+            raise RuntimeError("job.batches has raised an error before, or the job is closed")
+        if self._batches is None:
+            self._source, self._batches = source, begin()
+        if source is not self._source:
+            allowed = "the source of the first call, for all epochs"
+            raise ConfigError("job.batches", f"another {type(source).__name__}", allowed)
+        self._busy = True
+        for batch in self._batches:
+            self._busy = False
+            yield batch
+            self._busy = True
+        self._busy = False
+
+    def close(self) -> None:
+        """Let nothing follow, after a ``break``. Without effect where they are being asked for a batch."""
+        if self._batches is not None and not self._busy:
+            self._busy = True
+            self._batches.close()
 
 
 class DataSources:
