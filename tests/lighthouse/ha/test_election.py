@@ -7,14 +7,16 @@ import signal
 import sqlite3
 import threading
 from functools import partial
+from unittest import mock
 
 import httpx
 import pytest
 
 from ft_hsdp.config import dump, load, parse
 from ft_hsdp.core.grant import Continue
-from ft_hsdp.jsonl import Journal, read_object
+from ft_hsdp.jsonl import Journal, read_object, replace_json
 from lighthouse import runtime
+from lighthouse.ha import instance
 from lighthouse.ha.candidate import Candidate
 from lighthouse.ha.election import Election, boot_time
 from lighthouse.ha.instance import InstanceLock
@@ -115,49 +117,33 @@ async def test_a_key_of_a_campaign_that_got_no_answer_is_not_taken_for_a_new_one
     candidate.resign()
 
 
-class Faulty(InstanceLock):
-    """Its run directory does not take the first file; later it hangs until ``answers``, and fails three times."""
-
-    def __init__(self, run):
-        super().__init__(run)
-        self.answers, self.left = threading.Event(), {"named": 1, "leads": 3}
-        self.hangs = self.overdue = False
-
-    def fail(self, what):
-        self.left[what] -= 1
-        if self.left[what] >= 0:
-            raise OSError(errno.ESTALE, what)
-
-    def named(self, url):
-        self.fail("named")
-        super().named(url)
-
-    def leads(self, url):
-        self.hangs = True
-        self.overdue |= not self.answers.wait(10)
-        self.fail("leads")
-        super().leads(url)
-
-
 async def test_a_run_directory_that_hangs_or_fails_costs_nobody_the_lead(tmp_path, etcd, caplog):
     run = furnish(tmp_path / "job", job={"name": f"job-{next(NAMES)}"}, lighthouse={"etcd": [etcd.url]})
-    config, keys, seat, ended = load(run / "config.yaml"), Keys(TOKEN), Faulty(run), []
-    events = Journal(run / "lighthouse" / "events.jsonl")
+    config, keys = load(run / "config.yaml"), Keys(TOKEN)
+    begin = partial(runtime.begin, config, run, keys, url="http://me", events=dict)
+    fails, problems = {"seat-0.json": 1, "lighthouse.json": 3}, []
+    hangs, answers = threading.Event(), threading.Event()
 
-    def begin(*args):
-        return runtime.begin(config, run, keys, *args, "http://me", events)
+    def faulty(path, value):
+        if path.name == "lighthouse.json":
+            hangs.set()
+            if not answers.wait(10):
+                problems.append("the event loop waited")
+        fails[path.name] -= 1
+        if fails[path.name] >= 0:
+            raise OSError(errno.ESTALE, path.name)
+        replace_json(path, value)
 
-    candidate = Candidate(config, seat, "http://me", keys, begin, events)
-    candidate.begin(partial(ended.append, True))
-    await async_until(lambda: seat.hangs)
-    assert not seat.overdue, "the event loop waited"
-    seat.answers.set()
-    files = (run / "lighthouse.json", run / "lighthouse" / "seat-0.json")
-    await async_until(lambda: all(file.exists() for file in files))
-    candidate.close()
-    candidate.end()
-    assert (ended, candidate.deposed) == ([], "")
-    assert caplog.text.count(f"{errno.ESTALE}] leads") == 1, "once, and not at each look"
+    with mock.patch.object(instance, "replace_json", faulty):
+        candidate = Candidate(config, InstanceLock(run), "http://me", keys, begin, Journal(run / "events.jsonl"))
+        candidate.begin(partial(problems.append, "it ended"))
+        await async_until(hangs.is_set)
+        answers.set()
+        await async_until(lambda: all(left < 0 for left in fails.values()))
+        candidate.close()
+        candidate.end()
+    assert not problems
+    assert caplog.text.count(f"{errno.ESTALE}] lighthouse.json") == 1, "once, and not at each look"
 
 
 # Several lighthouses of one job, as processes, on a real etcd: one leads, another takes its place.
