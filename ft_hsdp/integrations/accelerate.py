@@ -24,6 +24,7 @@ from ft_hsdp.integrations.updates import Updates
 from ft_hsdp.train.data.loader import Loader
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.join import join
+from ft_hsdp.train.loop.user_loop import log_measured
 
 _LOADER = "accelerator.prepare_train_loader(...)"
 
@@ -158,7 +159,7 @@ class FtHsdpAccelerator(Accelerator):
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
         """Have the job write values of a committed step, once (`Job.log`)."""
-        self.job.log(values, step)
+        log_measured(self.job, values, step)
 
     # What is saved.
 

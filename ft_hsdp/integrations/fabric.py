@@ -26,6 +26,7 @@ from ft_hsdp.integrations.files import placed_at
 from ft_hsdp.integrations.updates import Updates
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.join import join
+from ft_hsdp.train.loop.user_loop import log_measured
 
 if TYPE_CHECKING:
     from ft_hsdp.train.data.loader import Loader
@@ -223,7 +224,7 @@ class JobLogger(Logger):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Log values of a committed step; None is the newest one (`Job.log`)."""
-        self._job.log(metrics, step)
+        log_measured(self._job, metrics, step)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Refuse hyper-parameters. Raises ConfigError."""

@@ -43,6 +43,7 @@ from ft_hsdp.integrations.epochs import EpochLoader, open_epochs
 from ft_hsdp.train.data.loader import Loader
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.join import expected_launch, joined_job
+from ft_hsdp.train.loop.user_loop import log_measured
 
 # Arguments of Ray's trainers that have no meaning here, and what takes their place.
 _INSTEAD = {
@@ -227,7 +228,7 @@ class RankUtils(LocalTrainFnUtils):
         """Have the job write values of the committed step, once (`Job.log`); nothing waits for the other ranks.
 
         Raises:
-            ConfigError: There is a checkpoint, a value is no finite number, or this rank has no batch yet.
+            ConfigError: There is a checkpoint, or this rank has no batch yet.
         """
         if checkpoint is not None:
             allowed = "none: use checkpoint.dir and checkpoint.every of the job, which resumes by itself"
@@ -235,7 +236,7 @@ class RankUtils(LocalTrainFnUtils):
         job = joined_job()
         if job is None:
             raise ConfigError("ray.train.report", metrics, "a call after ft_hsdp.join(), in the loop over batches")
-        job.log(metrics)
+        log_measured(job, metrics)
 
     def get_dataset_shard(self, dataset_info: Any) -> NoReturn:
         """Refuse Ray Data, whose shards are of a fixed number of workers. Raises ConfigError."""

@@ -16,7 +16,6 @@ is the mean over its own valid tokens, and the job weighs it by their number.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.integrations.epochs import translate
 from ft_hsdp.train.job import Job, Optimizer
 from ft_hsdp.train.join import join
+from ft_hsdp.train.loop.user_loop import log_measured
 
 # Settings that would do what a job does, or what a commit cannot do: the value that is allowed, and the way out.
 _ALLOWED: dict[str, tuple[object, str]] = {
@@ -230,12 +230,7 @@ class _JobLogger(BaseLogger):
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         own = {k: v for k, v in metrics.items() if k != "grad_norm" and not k.startswith("loss_metrics/")}
-        self._job.log({_name(key): value for key, value in own.items()}, step)
-
-
-def _name(key: str) -> str:
-    """Return what torchtitan calls a number, in the letters that the job allows: ``mfu(%)`` is ``mfu_pct``."""
-    return re.sub(r"[^\w./-]+", "_", key.replace("%", "pct")).strip("_")
+        log_measured(self._job, own, step)
 
 
 def _check(config: Trainer.Config, job: Job) -> None:

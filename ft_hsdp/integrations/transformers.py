@@ -16,7 +16,6 @@ the Trainer does by itself and what cannot work here is refused in one line.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from transformers.optimization import GreedyLR
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.integrations.files import placed_in
 from ft_hsdp.train.job import Job, Optimizer
+from ft_hsdp.train.loop.user_loop import log_measured
 
 if TYPE_CHECKING:
     from transformers import Trainer as Behind
@@ -306,8 +306,7 @@ class FaultTolerantMixin(Behind):
     def log_to_job(self, logs: dict[str, Any]) -> None:
         """Hand the numbers of the Trainer's ``logs`` to the job's metrics."""
         if self._batches is not None and not self._ended:
-            numbers = {key: value for key, value in logs.items() if isinstance(value, int | float)}
-            self.job.log({key: value for key, value in numbers.items() if math.isfinite(value)})
+            log_measured(self.job, logs)
 
     # Evaluation, and what is saved.
 

@@ -16,6 +16,7 @@ class Stub(SimpleNamespace):
         config = SimpleNamespace(train=SimpleNamespace(steps=steps, accumulate=1))
         cpu = torch.device("cpu")
         super().__init__(ranks=ranks, data_ranks=ranks, device=cpu, step=0, config=config, committed=[], logged=[])
+        self.logged_names: set[str] = set()
 
     def adopt(self, model: torch.nn.Module) -> torch.nn.Module:
         return model

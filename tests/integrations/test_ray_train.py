@@ -180,9 +180,9 @@ class Stub(SimpleNamespace):
     """What the functions of ``ray.train`` ask of a job."""
 
     def __init__(self) -> None:
-        super().__init__(logged=[])
+        super().__init__(logged=[], logged_names=set())
 
-    def log(self, values: dict[str, float]) -> None:
+    def log(self, values: dict[str, float], step: None) -> None:
         self.logged.append(values)
 
 

@@ -173,6 +173,7 @@ class Stub(SimpleNamespace):
         super().__init__(config=config, ranks=1, data_rank=0, data_ranks=1, step=0, last=None)
         self.weights: list[int] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
+        self.logged_names: set[str] = set()
 
     def adopt(self, model: torch.nn.Module) -> None:
         self.model = model

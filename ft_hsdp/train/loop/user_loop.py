@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +25,7 @@ from ft_hsdp.train.loop.callbacks import Callbacks, CommittedStep, OnCommit, OnL
 from ft_hsdp.train.loop.user_state import Registered, UserState
 
 NAME_ALLOWED = "1 to 64 letters, digits and . _ / - as the name, which begins with a letter"
-
+LONGEST_NAME = 64  # characters
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +58,57 @@ def _name(name: object) -> str:
     if not isinstance(name, str) or not VALUE_NAME.fullmatch(name):
         raise ConfigError("job.log", name, NAME_ALLOWED)
     return name
+
+
+def log_measured(job: UserLoop, values: Any, step: int | None = None) -> None:
+    """Log what a trainer of others measures (`UserLoop.log`): nothing of it ends the job.
+
+    Args:
+        job: In the loop, or in a callback.
+        values: By any names; see `loggable`.
+        step: The committed step that they are of; None: the newest one.
+    """
+    job.log(loggable(values, job.logged_names) if isinstance(values, Mapping) else values, step)
+
+
+def loggable(values: Mapping[Any, Any], known: Set[str]) -> dict[str, Any]:
+    """Return the part of values that `UserLoop.log` takes, by names that it takes: ``mfu(%)`` is ``mfu_pct``.
+
+    What is no number is left out, and so are new names where a job has no room for more; that is told once.
+
+    Args:
+        values: What a trainer measures, by its own names.
+        known: The names that were logged before.
+    """
+    taken: dict[str, Any] = {}
+    for key, value in values.items():
+        name = _taken_name(str(key))
+        try:
+            number(name, value)
+        except ConfigError:
+            _tell(f"{key!r} is left out where it is no number")
+        else:
+            if len({*known, *taken, name}) <= MAX_VALUES:
+                taken[name] = value
+            else:
+                _tell(f"names after the first {MAX_VALUES} are left out")
+    return taken
+
+
+def _taken_name(key: str) -> str:
+    """Return a name as a job takes it; a long one keeps both ends, which tell it from others."""
+    if VALUE_NAME.fullmatch(key):
+        return key
+    letters = key.replace("%", "pct").encode("ascii", "backslashreplace").decode()
+    name = re.sub(r"[^A-Za-z0-9_./-]+", "_", letters).strip("_")
+    name = name if name[:1].isalpha() else f"value_{name}"
+    half = LONGEST_NAME // 2
+    return name if len(name) <= LONGEST_NAME else f"{name[: half - 1]}_{name[-half:]}"
+
+
+@lru_cache(maxsize=MAX_VALUES)  # once in this process
+def _tell(what: str) -> None:
+    _log.warning("job.log: %s", what)
 
 
 def number(key: str, value: object) -> float | None:
@@ -101,7 +154,7 @@ class UserLoop:
     def __init__(self, longest_pause_s: float) -> None:
         self._longest_pause_s = longest_pause_s
         self._pauses = Pauses()
-        self._logged_names: set[str] = set()
+        self.logged_names: set[str] = set()
         self._not_finite: set[str] = set()  # names whose value was not, at least once
         self._callbacks = Callbacks()
         self._user = UserState()
@@ -200,7 +253,7 @@ class UserLoop:
             ConfigError: A name, a value or the step is something else, or this rank has not joined the job, or has
                 left it.
         """
-        numbers = checked(values, self._logged_names)
+        numbers = checked(values, self.logged_names)
         for name in {name for name, value in numbers.items() if value is None} - self._not_finite:
             self._not_finite.add(name)
             _log.warning("job.log: %s is not finite; it is written as null, now and later", name)

@@ -9,7 +9,7 @@ from ft_hsdp.analysis.commits import MAX_VALUES
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.loop.callbacks import CommittedStep
-from ft_hsdp.train.loop.user_loop import checked, checked_step, counts
+from ft_hsdp.train.loop.user_loop import checked, checked_step, counts, log_measured, loggable
 from tests.support.refused import refused
 from tests.train.test_job import made
 
@@ -39,6 +39,34 @@ def test_the_number_of_names_is_bounded_over_all_calls() -> None:
     checked({f"n{i}": i for i in range(MAX_VALUES)}, known)
     checked({"n0": 5.0}, known)
     refused(lambda: checked({"one_more": 1.0}, known), f"at most {MAX_VALUES} names")
+
+
+@pytest.mark.parametrize(
+    ("measured", "taken"),
+    [
+        ("eval_my set_loss", "eval_my_set_loss"),
+        ("top-5 (%)", "top-5_pct"),
+        ("5-shot", "value_5-shot"),
+        ("eval_\u00e9t\u00e9", "eval__xe9t_xe9"),
+        ("kept__as_it_is_", "kept__as_it_is_"),
+        ("", "value_"),
+        (f"eval_{'a' * 90}_loss", f"eval_{'a' * 26}_{'a' * 27}_loss"),
+    ],
+)
+def test_any_name_of_a_trainer_is_one_that_a_job_takes(measured: str, taken: str) -> None:
+    assert loggable({measured: 0.5}, set()) == {taken: 0.5}
+    assert checked({taken: 0.5}, set()) == {taken: 0.5}
+
+
+def test_what_a_trainer_measures_and_a_job_cannot_take_is_left_out_and_told_once(tmp_path, caplog) -> None:
+    job = made(tmp_path, parse({"replicas": 2, "ranks_per_replica": 1}))
+    job.logged_names.update(f"n{i}" for i in range(MAX_VALUES - 1))
+    measured = {"n0": 0, "flag": True, "word": "x", "n none": None, "one_more": 1.0, "too many": 1.0, "again": 1.0}
+    for _ in range(2):
+        assert loggable(measured, job.logged_names) == {"n0": 0, "one_more": 1.0}
+        refused(lambda: log_measured(job, measured), "got 'n0, one_more'", "job.log")
+    assert len(caplog.records) == 4
+    refused(lambda: log_measured(job, [1.0]), key="job.log")
 
 
 def test_values_are_of_a_committed_step() -> None:
