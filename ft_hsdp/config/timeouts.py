@@ -145,7 +145,7 @@ class TimeoutsConfig(Section):
     gone_s: ClassVar[Derived] = Derived("stop_s", 3.0, "what takes long to end takes long to disappear")
     # For a host's state agent to come up; then the rank exits, and is started again.
     agent_s: ClassVar[Derived] = Derived(
-        "ranks_s", 1 / 6, "the other ranks of the replica wait for the one that waits for its agent"
+        "ranks_s", 1 / 3, "the other ranks of the replica wait for the one that waits for its agent"
     )
     # By which a state agent may hold up a vote, and one more for each GB of a shard.
     agent_answer_s: ClassVar[Derived] = Derived("ranks_s", 1 / 30, "other threads go on waiting for the agent")
