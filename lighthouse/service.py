@@ -383,7 +383,7 @@ class Service:
             self._act_on(found if grant is None else found._replace(epoch=grant.epoch), incarnation)
 
     def _act_on(self, found: commands.Culprit, incarnation: str | None) -> None:
-        self._slow.pop(found.replica, None)
+        again = self._slow.pop(found.replica, None) is not None
         if self.state.views[found.replica].incarnation != incarnation:
             return
         now, why = self._clock(), f"by the diagnosis: {found.why}"
@@ -402,7 +402,7 @@ class Service:
             else:
                 self._evict((found.replica, incarnation or ""), why, "diagnosis")
             return
-        _log.warning("replica %d stays: %s", found.replica, stays)
+        _log.log(logging.DEBUG if again else logging.WARNING, "replica %d stays: %s", found.replica, stays)
         if found.kind == commands.SLOW:
             self._slow[found.replica] = found
             asyncio.get_running_loop().call_later(AGAIN_S, self._look_again, found, incarnation)

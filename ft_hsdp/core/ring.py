@@ -36,11 +36,6 @@ class OperationKind(Enum):
     STORE = "store"
 
     @property
-    def receives(self) -> bool:
-        """Whether it works on what the left neighbour sent."""
-        return self is not OperationKind.COPY_SEND
-
-    @property
     def reduces(self) -> bool:
         """Whether what it receives is a partial sum, to which the local gradient is added."""
         return self in (OperationKind.REDUCE_SEND, OperationKind.REDUCE_STORE_SEND)

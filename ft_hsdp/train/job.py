@@ -327,7 +327,7 @@ class Job(DataSources, UserLoop):
         self._adopted.check()
         self._callbacks.fix()
         self._user.fix()
-        yield from self._loop.rest(source, lambda: self._feed(driver, source))
+        yield from self._loop.rest(source, lambda: self._feed(driver, source), self.over)
 
     def _feed(self, driver: StepDriver, source: Source[Any]) -> Generator[Any, None, None]:
         self._live_state.hold(self._user)

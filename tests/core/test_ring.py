@@ -231,7 +231,7 @@ class Member:
         if process.operation.kind not in (OperationKind.COPY_SEND, OperationKind.REDUCE_SEND):
             assert (process.operation.shard, process.round) not in self.held, "stored twice"
             self.held[process.operation.shard, process.round] = value or ()
-        return process.operation.kind.receives and self._plan.members > 1
+        return process.operation.kind is not OperationKind.COPY_SEND and self._plan.members > 1
 
     def _take(self, steps: list[Step]) -> None:
         for step in steps:

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -308,6 +309,13 @@ def test_a_loop_goes_on_where_the_one_before_has_left_off(how: str) -> None:
 def test_loops_after_the_end_are_empty() -> None:
     loop = OneLoop()
     assert [list(loop.rest(loop, lambda: (n for n in range(2)))) for _ in range(3)] == [[0, 1], [], []]
+    assert list(loop.rest("another", lambda: (n for n in range(2)), over=True)) == []
+
+
+@mock.patch.object(Job, "over", True)
+def test_a_later_epoch_may_have_a_loader_of_its_own(job: Job) -> None:
+    job.optimizer(torch.optim.AdamW(shard(job).parameters(), lr=0.1))
+    assert list(job._loop.rest("first", lambda: (n for n in ()))) == list(job.batches(job.loader(Numbers()))) == []
 
 
 def test_a_replay_refuses_a_stream() -> None:

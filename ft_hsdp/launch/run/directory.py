@@ -32,7 +32,7 @@ from ft_hsdp.jsonl import (
     set_aside,
     unused,
 )
-from ft_hsdp.lifetime import process_stat, start_ticks
+from ft_hsdp.lifetime import process_stat
 from ft_hsdp.mounts import Ability, need
 
 MAX_POLL = 1 << 20  # bytes of a log that are read at once
@@ -131,11 +131,12 @@ def alive(recorded: object) -> bool:
     if not isinstance(recorded, Mapping) or not isinstance(recorded.get("pid"), int) or recorded["pid"] <= 0:
         return False
     try:
-        state, ticks, boot = process_stat(recorded["pid"])[0], start_ticks(recorded["pid"]), here()["boot"]
+        state, *_, ticks = process_stat(recorded["pid"])[:20]
     except OSError:
         return False
     # A boot that differs: this host has been restarted since, and another process may have the pid and the ticks.
-    return state != b"Z" and (recorded.get("start_ticks", ticks), recorded.get("boot", boot)) == (ticks, boot)
+    now = {"start_ticks": int(ticks), "boot": here()["boot"]}
+    return state != b"Z" and all(recorded.get(key, value) == value for key, value in now.items())
 
 
 def another(recorded: object) -> bool:

@@ -59,12 +59,15 @@ class OneLoop:
         self._batches: Generator[Any, None, None] | None = None  # of the source
         self._busy = False  # they are being asked for one; for good if they have raised an error, or are closed
 
-    def rest(self, source: object, begin: Callable[[], Generator[Any, None, None]]) -> Iterator[Any]:
+    def rest(
+        self, source: object, begin: Callable[[], Generator[Any, None, None]], over: bool = False
+    ) -> Iterator[Any]:
         """Yield the batches that no call has yielded yet.
 
         Args:
             source: What they are of.
             begin: Makes all of them, in the first call.
+            over: The last step is committed: the source of a later epoch may be any.
 
         Raises:
             ConfigError: The first call had another source.
@@ -74,7 +77,7 @@ class OneLoop:
             raise RuntimeError("job.batches has raised an error before, or the job is closed")
         if self._batches is None:
             self._source, self._batches = source, begin()
-        if source is not self._source:
+        if source is not self._source and not over:
             allowed = "the source of the first call, for all epochs"
             raise ConfigError("job.batches", f"another {type(source).__name__}", allowed)
         self._busy = True
