@@ -506,7 +506,7 @@ class Service:
     def _wait_for(self, reasons: Iterable[str]) -> None:
         """Remember what the open requests wait for; `_tick` writes it to the journal if it lasts."""
         reason = next(iter(reasons), None)
-        self._waiting = reason or (self._waiting if self._timed else None)
+        self._waiting = reason or (self._waiting if self._held else None)
         if self._waiting is None:
             self._told = None
 
@@ -522,15 +522,19 @@ class Service:
     # Time.
 
     @property
+    def _held(self) -> bool:
+        """Whether open requests wait for replicas that have not asked."""
+        s = self.state
+        running = (s.since is not None or s.final_since is not None) and not s.finished
+        return running and any(v.ask is not None for v in s.views)
+
+    @property
     def _timed(self) -> bool:
         """Whether the passing of time can change something."""
         s = self.state
-        running = (s.since is not None or s.final_since is not None) and not s.finished
         ending = any(said.gone for each in s.spread for _, said in each.heard)
         placing = bool(s.presence.hosts) and not s.finished
-        return (
-            placing or self._evictions.pending or ending or (running and any(v.ask is not None for v in s.views))
-        )
+        return placing or self._evictions.pending or ending or self._held
 
     def _arm(self, delay_s: float = TICK_S) -> None:
         """Schedule the next tick if time can change something, else cancel it."""

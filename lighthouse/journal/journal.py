@@ -104,7 +104,8 @@ class JobJournal:
         self._caught_up = database.last == 0
         self._known = OrderedDict((_name(e.row), None) for e in database.commits(MAX_READ))
         self._shared = SharedValues()
-        self._heard = OrderedDict[str, None]()  # digests of events and of who told them
+        # Digests of events, and of logged values, with who told them.
+        self._heard, self._logged = OrderedDict[str, None](), OrderedDict[str, None]()
         self._stragglers = Stragglers(about.slots)
         self._unnamed: dict[int, tuple[StragglerVerdict, float]] = {}  # by replica; and until when they wait
         self._named = -math.inf  # when they were looked at last
@@ -137,7 +138,10 @@ class JobJournal:
     def note(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Store the lighthouse's own events; blocks until they are on disk, unless the disk fails."""
         if not self._closed:
-            self._number("event", [row_checks.plain(row) for row in rows])
+            plain = [row_checks.plain(row) for row in rows]
+            for row in plain:
+                self._before(row)
+            self._number("event", plain)
             self._flush(durable=True)
 
     def take(self, telemetry: Telemetry) -> None:
@@ -157,8 +161,8 @@ class JobJournal:
         if self._closed:
             return
         # A sender that got no answer in time sends its rows again.
-        names = [digest(telemetry.source, repr(raw)) for raw in telemetry.events]
-        events = [row for row, name in zip(events, names, strict=True) if self._first(name, self._heard)]
+        events = self._new(telemetry.source, telemetry.events, events, self._heard)
+        logged = self._new(telemetry.source, telemetry.logged, logged, self._logged)
         for row in events:
             self._before(row)
         if who.replica is not None:
@@ -399,6 +403,12 @@ class JobJournal:
             self._number("event", [{"t": row["t"], "event": "JobDoubted", "source": "lighthouse", **facts}])
         return first is None
 
+    def _new(
+        self, source: str, raw: Sequence[object], rows: Sequence[Row], known: OrderedDict[str, None]
+    ) -> list[Row]:
+        names = (digest(source, repr(each)) for each in raw)
+        return [row for row, name in zip(rows, names, strict=True) if self._first(name, known)]
+
     def _first(self, name: Hashable, known: OrderedDict[Any, None]) -> bool:
         if name in known:
             return False
@@ -408,7 +418,7 @@ class JobJournal:
         return True
 
     def _before(self, row: Row) -> None:
-        if row["event"] in ("ReplicaStarted", "ReplicaExited") and row.get("replica") is not None:
+        if row["event"] in ("ReplicaStarted", "ReplicaBooted", "ReplicaExited") and row.get("replica") is not None:
             self._stragglers.forget(row["replica"])
             self._unnamed.pop(row["replica"], None)
             self._vitals.forget(row["replica"])

@@ -225,6 +225,8 @@ class Overview:
         elif name == "EpochGranted":
             self.epoch = max(self.epoch, int(row.get("epoch") or 0))
             self.term = max(self.term, int(row.get("term") or 0))
+            if self.halted and self.since is not None and self.since > (self.ended or t):
+                self.halted, self.ended = "", None  # a lighthouse that started since has decided otherwise
         elif name == "JobFinished":
             self.finished, self.ended = True, t
         elif name == "JobHalted":

@@ -147,9 +147,11 @@ async def test_a_store_that_fails_at_a_tick_is_tried_again(monkeypatch, caplog):
     assert "lighthouse store: full" in caplog.text
 
 
-async def test_the_journal_says_once_what_is_waited_for():
+@pytest.mark.parametrize("placed", [False, True])
+async def test_the_journal_says_once_what_is_waited_for(placed):
     looks = Looks()
     service, rows = make_service(total=3, start_wait_s=100.0, clock=looks)
+    service.state = hosted(service.state) if placed else service.state
     tasks = [asyncio.create_task(service.ask(ask(0)))]
     await quiet()
     assert await looks.go_on()
@@ -158,7 +160,12 @@ async def test_the_journal_says_once_what_is_waited_for():
     assert [r["reason"] for r in events(rows, "Waiting")] == ["waiting for replica 1,2", "waiting for replica 2"]
     await service.ask(ask(2))
     await asyncio.gather(*tasks)
-    assert not await looks.go_on()
+    assert placed or not await looks.go_on()
+    again = [asyncio.create_task(service.ask(ask(r, epoch=1, after=1))) for r in (0, 1)]
+    await asyncio.sleep(0.2)
+    assert [r["reason"] for r in events(rows, "Waiting")][2:] == ["waiting for replica 2"]
+    service.close()
+    await asyncio.gather(*again)
 
 
 async def test_the_end_is_told_to_replicas_and_supervisors():

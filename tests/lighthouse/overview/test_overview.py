@@ -338,7 +338,10 @@ def test_job_and_lighthouse():
     assert (timeline.finished, timeline.started, timeline.ended) == (True, T, T + 20)
     late = fold([up, *START, again, ev(12, "LighthouseExited")])
     assert late.outages == [[T + 12, T + 15]], "its supervisor tells of the exit afterwards"
-    assert fold([up, ev(1, "JobHalted", reason="no copy is left")]).halted == "no copy is left"
+    halted = [up, *START, ev(14, "JobHalted", reason="no copy is left"), grant(14.5, 2, {0: "contribute"})]
+    assert fold(halted).halted == "no copy is left", "the job is halted while a ring still forms"
+    resumed = fold([*halted, again, grant(16, 3, {0: "contribute", 1: "contribute"})])
+    assert (resumed.halted, resumed.ended) == ("", None)
 
 
 def test_everything_is_bounded():
