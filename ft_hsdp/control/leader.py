@@ -49,7 +49,7 @@ class LeaderSettings(LeaseSettings):
     token_timeout_s: float  # longest wait for the token, and for the ranks to leave a ring
     # How long a step may wait for this replica's fetch, so that it is equal from the next step.
     catchup_wait_s: float = 0.0
-    leave_s: float = 2.0  # how long a replica that leaves waits for the others to form a ring without it
+    leave_s: float = 2.0  # how long a replica that leaves waits for a ring: of the others, or of its own
     write_s: float = 1200.0  # longest time for a checkpoint
     # Pause after a failed checkpoint until it is tried again, if no replica has written one.
     write_again_s: float = 60.0
@@ -107,6 +107,7 @@ class Leader:
         self.concluded = asyncio.Event()
         self._decisions = Decisions(journal)
         self._checkpoint_timer: asyncio.TimerHandle | None = None
+        self._leave_timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Check in: the ranks are warm."""
@@ -126,11 +127,20 @@ class Leader:
             self._time_checkpoint()
         if self._waiting_vote is not None and self.replica.fetching is None:
             self._release(self._waiting_vote)
-        if self.replica.phase is Phase.LEAVING and before.phase is not Phase.LEAVING:
-            asyncio.get_running_loop().call_later(self._settings.leave_s, self.handle, events.LeaveOverdue())
+        leaves = self.replica.phase is Phase.LEAVING, self.replica.departing
+        if leaves != (before.phase is Phase.LEAVING, before.departing) or event == events.LeaveOverdue():
+            self._time_leaving()
         if self.replica.phase is Phase.VOTED and before.phase is not Phase.VOTED:
             loop = asyncio.get_running_loop()
             loop.call_later(self._settings.token_timeout_s, self._token_overdue, self.replica.fence)
+
+    def _time_leaving(self) -> None:
+        if self._leave_timer is not None:
+            self._leave_timer.cancel()
+        leaves = self.replica.departing or self.replica.phase is Phase.LEAVING
+        if leaves and self.replica.phase is not Phase.DONE:
+            loop, overdue = asyncio.get_running_loop(), events.LeaveOverdue()
+            self._leave_timer = loop.call_later(self._settings.leave_s, self.handle, overdue)
 
     def _time_checkpoint(self) -> None:
         """Demand a checkpoint when time is up, unless another replica does so before: then it starts again."""
@@ -188,8 +198,9 @@ class Leader:
 
     def close(self) -> None:
         """Cancel the open request to the lighthouse, and demand no checkpoint any more."""
-        if self._checkpoint_timer is not None:
-            self._checkpoint_timer.cancel()
+        for timer in (self._checkpoint_timer, self._leave_timer):
+            if timer is not None:
+                timer.cancel()
         self.requests.close()
 
     def _perform(self, effect: effects.Effect) -> None:

@@ -124,7 +124,7 @@ class LeaveRequested:
 
 @dataclass(frozen=True, slots=True)
 class LeaveOverdue:
-    """This replica leaves, and the others have not formed a ring without it in time."""
+    """This replica leaves, and no ring was formed in time: of the others without it, or one that it can leave."""
 
 
 Event = (

@@ -118,7 +118,9 @@ def _transition(s: Replica, event: Event) -> Step:
                 return replace(s, ended=True), ()
             return ask(s) if s.grant is None and s.phase is Phase.ASKING else (s, ())
         case LeaveOverdue():
-            return s, ()
+            # No ring forms, so there is no commit at which it could leave.
+            waits = s.phase is Phase.ASKING and not s.intact and s.verified
+            return end_loop(s) if waits and s.state.step and s.policy.keep_last else (s, ())
 
 
 def _leaving(s: Replica, event: Event) -> Step:
@@ -261,6 +263,8 @@ def _adopt(s: Replica, grant: Grant) -> Step:
     behind = not state_id.same(state, grant.base)
     if behind:
         effects.append((DropGradient(f"left behind: holds {state}, epoch {grant.epoch} builds on {grant.base}"),))
+    elif s.log:
+        effects.append((DropGradient(f"epoch {grant.epoch} builds on {grant.base}, not on what was fetched"),))
     s = replace(
         s,
         phase=Phase.REDUCING,
@@ -337,8 +341,9 @@ def _catch_up(s: Replica, answer: CatchUp) -> Step:
         s = replace(s, state=base, committed=prepared, record=None, forwarded=False)
     if s.verified:
         kept = () if final else (Keep(base),)  # the final state is kept anyway, and for longer
-        s, asked = ask(s, superseded_epoch=s.seen[1])
-        return s, (*effects, *kept, *asked)
+        dropped = (DropGradient(f"the others hold {base}, which is older than what was fetched"),) if s.log else ()
+        s, asked = ask(replace(s, fetching=None, log=()), superseded_epoch=s.seen[1])
+        return s, (*effects, *dropped, *kept, *asked)
     s = replace(s, phase=Phase.FETCHING, fetching=base, log=(), fed_state=None, fed_places=())
     where = f"training ended at {base}" if final else f"holds {s.state}, the others hold {base}"
     return s, (*effects, DropGradient(f"left behind: {where}"), Fetch(base, answer.donors))

@@ -306,10 +306,12 @@ def end_loop(s: Replica) -> Step:
 
     The replica is not between its vote and the verdict. The others repeat the step under way without it, unless
     their loops end, too. The lowest one that holds the state writes it, if it is to be kept and was not due
-    anyway, and returns `Exit` after that.
+    anyway, and returns `Exit` after that. Without a ring each one writes: it is not known who lives.
     """
-    members = s.grant.members if s.grant is not None else (Member(s.me, s.incarnation, "contribute"),)
-    able = [m for m in members if (m.replica in s.up_to_date if s.up_to_date else m.holds_base)]
+    able = [Member(s.me, s.incarnation, "contribute")]
+    if s.grant is not None and s.intact:
+        members = s.grant.members
+        able = [m for m in members if (m.replica in s.up_to_date if s.up_to_date else m.holds_base)]
     written: tuple[Effect, ...] = ()
     state, every = s.state, s.policy.checkpoint_every
     if s.policy.keep_last and s.verified and state.step and not checkpoint.due(state.step, every, s.steps):

@@ -55,7 +55,7 @@ class ApplyOrder:
 class KeepOrder:
     """Keep the reduced shards of a committed step whose base is not here yet, in host memory."""
 
-    step: int
+    state: StateId  # that the step led to
     reduced: list[torch.Tensor]
 
 
@@ -133,7 +133,7 @@ class OrderHandler:
     _report: Callable[[object], None]  # gives the leader a message; called on the control loop
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _fetched_shard: LoadOrder | None = None  # until the leader has it installed
-    _kept: set[int] = field(default_factory=set)  # steps whose base is not here yet
+    _kept: set[StateId] = field(default_factory=set)  # states that commits led to, whose base is not here yet
     _cancel: threading.Event = field(default_factory=threading.Event)  # set: the newest fetch is cancelled
     _fetch_thread: threading.Thread | None = None
 
@@ -156,13 +156,15 @@ class OrderHandler:
             case ShardLeftOut(fence):
                 self._copies.give_up(fence)
             case effects.Commit(record):
-                reduced = None if record.step in self._kept else self._reducer.take()
-                self._kept.discard(record.step)
+                reduced = None if record.state_id in self._kept else self._reducer.take()
+                self._kept.discard(record.state_id)
                 self._mailbox.put(ApplyOrder(record, reduced))
             case effects.BufferUpdate(record):
-                self._kept.add(record.step)
-                self._mailbox.put(KeepOrder(record.step, self._reducer.take()))
+                self._kept.add(record.state_id)
+                self._mailbox.put(KeepOrder(record.state_id, self._reducer.take()))
             case effects.DropGradient():
+                self._cancel.set()  # what is fetched builds on what is dropped
+                self._fetched_shard = None
                 self._kept.clear()
                 self._mailbox.put(order)
             case effects.RunBatch() | effects.WriteCheckpoint():

@@ -81,7 +81,8 @@ class StepDriver:
     clip: float | None = None  # the largest norm of the reduced gradient
     _joined: Joined | None = None
     _left: bool = False  # the script has ended training
-    _log: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by step: sums whose base is not here yet
+    # Sums whose base is not here yet, by the state that they led to: after a rollback a step comes again.
+    _log: dict[StateId, list[torch.Tensor]] = field(default_factory=dict)
     # The step under way.
     plan: StepPlan | None = None
     _last_bucket: torch.Tensor | None = None  # from backward until `end`, which may tell the loss
@@ -385,9 +386,9 @@ class StepDriver:
         match order:
             case ApplyOrder():
                 self._apply(order, waited_s)
-            case KeepOrder(step, reduced):
-                self._log[step] = [moved_to_host(each) for each in reduced]
-                if self._log[step][0] is not reduced[0]:
+            case KeepOrder(state, reduced):
+                self._log[state] = [moved_to_host(each) for each in reduced]
+                if self._log[state][0] is not reduced[0]:
                     runtime.reducer.give_back(reduced)
             case DropGradient():
                 runtime.reducer.open(None)
@@ -413,7 +414,7 @@ class StepDriver:
         now = time.monotonic()
         if log is not None:  # before it is applied: a replica that serves a state has logged what led to it
             self._note(log, order, now, waited_s)
-        kept = self._log.pop(record.step) if order.reduced is None else order.reduced
+        kept = self._log.pop(record.state_id) if order.reduced is None else order.reduced
         reduced = [each.to(self._device) for each in kept]
         fault_injection.reach("apply-begin", record.step)
         last = self.last = CommittedStep.of(record, live_state.rate(record))

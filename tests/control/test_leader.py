@@ -25,6 +25,7 @@ from ft_hsdp.protocol import (
     RankCheckpointFailed,
     RankFetched,
     RankFetchFailed,
+    RankLeaves,
     RankShown,
     RankStopped,
     Settled,
@@ -446,6 +447,21 @@ async def test_a_checkpoint_is_whole_when_all_ranks_have_written_it(scene: Calla
     s.leader.received(RankCheckpointed(1, order.state))
     assert len(s.events("CheckpointWritten")) == 1
     assert not s.leader.replica.checkpoint_failed
+
+
+async def test_who_is_told_to_leave_writes_its_state_and_leaves_although_no_ring_forms(scene) -> None:
+    s = scene(rules=ReplicaPolicy(keep_last=True), leave_s=0.05)
+    await one_step(s)
+    s.leader.received(RankLeaves(1))
+    s.leader.received(RankBroken(1, 1, "its neighbour is gone"))
+    both_stopped(s)
+    await s.until(lambda: s.named(effects.WriteCheckpoint), "a checkpoint")
+    state = s.leader.replica.state
+    assert state.step == 1
+    assert not s.named(effects.Exit)
+    for rank in (0, 1):
+        s.leader.received(RankCheckpointed(rank, state))
+    await s.until(lambda: s.named(effects.Exit), "the end")
 
 
 async def test_a_checkpoint_that_nobody_could_write_is_tried_again_after_a_pause(scene) -> None:

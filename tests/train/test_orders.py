@@ -12,7 +12,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.config import Config
-from ft_hsdp.core.effects import Configure, DropCopies, Fetch, Keep, RunBatch
+from ft_hsdp.core.commit import CommitRecord
+from ft_hsdp.core.effects import BufferUpdate, Commit, Configure, DropCopies, Fetch, Keep, RunBatch
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.jsonl import Journal
@@ -28,12 +29,17 @@ BASE = StateId(1, 5, "c" * 32)
 
 
 def handler(
-    folder: Path, snapshots: Any, report: Callable[[object], None] = lambda _: None, within_s: float = 7.0
+    folder: Path,
+    snapshots: Any,
+    report: Callable[[object], None] = lambda _: None,
+    within_s: float = 7.0,
+    mailbox: Mailbox | None = None,
 ) -> OrderHandler:
     """The handler of rank 0 of replica 0, which has these snapshots and nothing else that is real."""
     fetching, journal = Fetching(1, Layout((), 64), "token", within_s), Journal(folder / "events.jsonl")
     group, reducer, copies, spans = (mock.Mock() for _ in range(4))
-    return OrderHandler(0, 0, fetching, group, reducer, snapshots, copies, spans, Mailbox(), journal, report)
+    box = mailbox or Mailbox()
+    return OrderHandler(0, 0, fetching, group, reducer, snapshots, copies, spans, box, journal, report)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +91,17 @@ async def test_who_holds_the_base_has_it_ready_for_those_behind(tmp_path, role, 
     assert snapshots.release.called is not asked
 
 
+async def test_sums_of_a_lost_history_are_not_applied_to_the_step_that_takes_its_place(tmp_path: Path) -> None:
+    mailbox = Mailbox()
+    one = handler(tmp_path, mock.Mock(), mailbox=mailbox)
+    one.handle(BufferUpdate(CommitRecord(1, 0, 3, "0" * 32, (0,), 2, (), "d")))
+    one.handle(Commit(CommitRecord(2, 0, 3, "0" * 32, (1,), 2, (), "d")))
+    assert isinstance(mailbox.get(), KeepOrder)
+    apply = mailbox.get()
+    assert isinstance(apply, ApplyOrder)
+    assert apply.reduced is not None
+
+
 class Away(torch.Tensor):
     """Stands for a tensor on a device."""
 
@@ -96,7 +113,7 @@ def test_sums_whose_base_is_not_here_wait_in_pinned_memory_that_is_freed(mesh: D
     record, pin = one.record(), mock.Mock()
     sums: list[torch.Tensor] = [torch.ones(n).as_subclass(Away) for n in one.adopted.sizes]
     with mock.patch.object(device, "pin", pin):
-        one.driver.carry_out(KeepOrder(record.step, sums))
+        one.driver.carry_out(KeepOrder(record.state_id, sums))
     one.runtime.reducer.give_back.assert_called_once_with(sums)
     for each in sums:
         each.zero_()  # by the next attempt
