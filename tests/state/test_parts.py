@@ -3,7 +3,9 @@
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -238,6 +240,24 @@ def test_the_parts_that_are_kept_are_few(serving: Make) -> None:
     served.rooms[0].bytes[layout(4, 0).tensors[0].offset] ^= 1
     assert [status(asked[-1]), status(asked[1])] == [200, 200]
     assert status(asked[0]) == 404
+
+
+def test_parts_are_sealed_at_the_same_time_and_what_is_sealed_is_served_meanwhile(serving: Make) -> None:
+    where, path = serving(4, 1).address, f"{PATH}/1.4/{{}}?for={{}}"
+    get(where, path.format("manifest", "1.3"), TOKEN)
+    begun, go_on, real = threading.Semaphore(0), threading.Event(), shard_manifest.checksums
+
+    def slow(*pieces: memoryview, chunk: int = 0) -> tuple[str, ...]:
+        begun.release()
+        assert go_on.wait(5)
+        return real(*pieces, chunk=chunk)
+
+    with mock.patch.object(shard_manifest, "checksums", slow), ThreadPoolExecutor(2) as threads:
+        others = [threads.submit(get, where, path.format("manifest", each), TOKEN) for each in ("0.3", "1.5")]
+        assert [begun.acquire(timeout=4) for _ in others] == [True, True]
+        assert get(where, path.format("data", "1.3"), TOKEN)[0] == 200
+        go_on.set()
+        assert [each.result()[0] for each in others] == [200, 200]
 
 
 def test_scattered_memory_is_filled_as_one_stream() -> None:

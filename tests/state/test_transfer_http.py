@@ -1,5 +1,6 @@
 import http.client
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -14,7 +15,9 @@ from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
 from ft_hsdp.state.transfer import http as state_http
 from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.donor_connection import DonorConnection
 from ft_hsdp.state.transfer.http import StateServer
+from ft_hsdp.state.transfer.parts import ServedParts
 from tests.support.known import KnownConnection, get, known
 from tests.support.state.state_helpers import STATE, TOKEN, no_thread, sealed
 from tests.support.waiting import until
@@ -244,6 +247,42 @@ def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(add
             asked = clock.asked
             until(lambda asked=asked: clock.asked > asked + 2, "the server has looked at its readers")
         assert len(response.read()) == size // 4
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "query"), [(InMemorySnapshots, "borrow", ""), (ServedParts, "part", "?for=0.2")]
+)
+def test_a_reader_waits_for_checksums_as_long_as_they_take(address, clock, owner, name, query) -> None:
+    """Those of the data it compares itself: it gets them at once."""
+    begun, go_on, real = threading.Event(), threading.Event(), getattr(owner, name)
+
+    def slow(*args, verify: bool = True, **more):
+        if verify:
+            begun.set()
+            assert go_on.wait(5)
+        return real(*args, **more)
+
+    with closing(KnownConnection(address, TOKEN)) as connection, mock.patch.object(owner, name, slow):
+        connection.request("GET", f"{PATH}/manifest{query}")
+        assert begun.wait(5)
+        assert get(address, f"{PATH}/data", TOKEN)[:2] == (200, DATA)
+        clock.ahead_s += state_http.WINDOW_S + 1
+        asked = clock.asked
+        until(lambda: clock.asked > asked + 2, "the server has looked at its readers")
+        go_on.set()
+        assert connection.getresponse().status == 200
+
+
+def test_a_donor_that_hung_up_on_an_idle_reader_is_called_again(address: str, clock: Clock) -> None:
+    def gone() -> bool:
+        clock.ahead_s += state_http.IDLE_S
+        return all(thread.name != "state-reader" for thread in threading.enumerate())
+
+    with closing(DonorConnection(address, TOKEN)) as connection:
+        for _ in range(2):
+            answer = connection.ask(f"{PATH}/manifest")
+            assert connection.read(answer.length, answer.length) == ENCODED
+            until(gone, "an idle reader keeps its place")
 
 
 def test_strangers_take_no_place_from_a_reader(address: str) -> None:

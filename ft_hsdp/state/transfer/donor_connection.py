@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import re
+import select
 import socket
 import struct
 import threading
@@ -85,7 +86,8 @@ class DonorConnection:
     def ask(self, path: str, span: tuple[int, int] | None = None) -> Answer:
         """Send ``GET path`` for the bytes ``span`` (None: all), and return the head of the answer. Blocks.
 
-        The body before must have been read.
+        The body before must have been read. A donor that has hung up since then is called again: it does so on
+        readers that ask for nothing.
 
         Raises:
             DonorBusy: The donor hung up before its first answer on this connection.
@@ -93,6 +95,8 @@ class DonorConnection:
             OSError: There is no connection, or it broke.
             DataCorruption: The answer is not HTTP, or the other end does not know the token.
         """
+        if self._sock is not None and _hung_up(self._sock):
+            self.close()
         sock = self._sock or self._connect()
         lines = [f"GET {path} HTTP/1.1", f"Host: {self._address}"]
         if self._copy:
@@ -201,6 +205,12 @@ class DonorConnection:
         if status is None or not _DECIMAL.fullmatch(length):
             raise DataCorruption("answered with something that is no HTTP")
         return Answer(int(status[1]), headers, int(length))
+
+
+def _hung_up(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def _begins_well(data: bytes) -> bool:

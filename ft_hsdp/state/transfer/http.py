@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with a manifest, with packed bytes, or with the list of what is here."""
-        self.reader.now(responding=True)
+        self.reader.held = True  # until `_head`: what is asked for may be compared, or sealed, for minutes
         if self._becomes_copy:
             lower_priority()  # this thread answers this connection alone
         name, mark, query = self.path.partition("?")
@@ -149,8 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(
         self, content: StateId | str, rank: int, ranks: int | None, data: bool, target: tuple[int, int] | None
     ) -> None:
-        # Who makes a copy of a shard, or reads a slice, compares its checksums: once is enough.
-        verify = not self._becomes_copy and isinstance(content, StateId)
+        # Every reader compares the data. Who makes a copy of a shard, or reads a slice, needs no more than that.
+        verify = not data and not self._becomes_copy and isinstance(content, StateId)
         while (served := self.server.source.borrow(content, rank, ranks, verify=verify)) is not None:
             if self._serve_part(served, content, rank, data, target):
                 return
@@ -268,6 +268,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(line)
 
     def _head(self, status: int, length: int, **headers: str) -> None:
+        self.reader.now(responding=True)
+        self.reader.held = False
         self.send_response_only(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from weakref import WeakValueDictionary
 
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.memory import shape
@@ -188,10 +189,10 @@ class ServedParts:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # also held while a part is sealed: one at a time
-        self._kept: OrderedDict[tuple[str, int, int], ServedSnapshot] = (
-            OrderedDict()
-        )  # by snapshot, rank and ranks
+        self._lock = threading.Lock()
+        # By snapshot, rank and ranks. Who seals a part, or waits for it, has the lock of its key.
+        self._kept: OrderedDict[tuple[str, int, int], ServedSnapshot] = OrderedDict()
+        self._locks: WeakValueDictionary[tuple[str, int, int], threading.Lock] = WeakValueDictionary()
 
     def part(self, served: ServedSnapshot, rank: int, ranks: int) -> ServedSnapshot:
         """Return the part of a borrowed snapshot ``served`` for rank ``rank`` of ``ranks``.
@@ -204,16 +205,17 @@ class ServedParts:
         """
         key = served.digest, rank, ranks
         with self._lock:
-            found = self._kept.get(key)
-            if found is None:
-                found = self._kept[key] = _sealed(served, rank, ranks)
+            sealing = self._locks.setdefault(key, threading.Lock())
+        with sealing:
+            found = self._kept.get(key) or _sealed(served, rank, ranks)
+            with self._lock:
+                self._kept[key] = found
+                self._kept.move_to_end(key)
                 while (
                     len(self._kept) > MAX_KEPT
                     or sum(len(p.manifest) for p in self._kept.values()) > MAX_KEPT_BYTES
                 ):
                     self._kept.popitem(last=False)
-            else:
-                self._kept.move_to_end(key)
         return replace(found, fd=served.fd)
 
 
