@@ -48,7 +48,7 @@ from ft_hsdp.train.identity import host_path
 
 AGAIN_S = 0.2  # to the next report, after one without an answer, or with an old one that came at once
 LAST_S = 2.0  # for the answer to the last report
-LOOK_S = 1.0  # between two looks whether a rank is stopped
+LOOK_S = 1.0  # between two looks whether a rank is stopped, and at the kernel's log
 STOPPED = 2  # times evict_s until a rank that is stopped is killed: the lighthouse knows more, and acts first
 
 
@@ -163,9 +163,10 @@ class HostAgent:
         self._changed.set()
 
     async def _look(self) -> None:
-        """End ranks that are stopped, and give up those that do not end, until cancelled."""
+        """End ranks that are stopped, give up those that do not end, read the kernel's log, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
+            self._ranks.kernel_log.evidence()  # when a rank ends, only what is new may count
             for held in self.held.values():
                 held.end_stopped(STOPPED * self._config.timeouts.evict_s)
                 held.give_up(self._config.timeouts.gone_s)

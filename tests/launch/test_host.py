@@ -5,6 +5,7 @@ import json
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -75,6 +76,11 @@ async def test_ranks_that_are_to_leave_are_told_and_killed_if_they_do_not(scene:
     scene.answers(scene.assigned("0-a-0", 0, 1, leaves=True))
     await scene.reported("0-a-0", (1,), (0, -signal.SIGTERM, False))
     await scene.reported("0-a-0", (), (0, -signal.SIGTERM, False), (1, -signal.SIGKILL, True))
+
+
+async def test_the_kernels_log_is_read_while_no_rank_ends(scene: Scene) -> None:
+    with mock.patch.object(scene.ranks.kernel_log, "evidence") as read:
+        await async_until(lambda: read.called, "a look")
 
 
 async def test_a_rank_that_cannot_be_started_ends_the_others_here(scene: Scene, run_dir: RunDir) -> None:

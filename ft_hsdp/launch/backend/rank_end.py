@@ -67,7 +67,8 @@ class KernelLog:
 
     def __init__(self, path: Path = KMSG, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._last = -COUNTS_S, ""  # when the newest evidence was read, and the line
+        self._read = clock()  # when it was read last
+        self._last = -COUNTS_S, ""  # since when the newest evidence may be there, and the line
         self._fd = -1
         with contextlib.suppress(OSError):
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -76,9 +77,10 @@ class KernelLog:
     def evidence(self) -> str:
         """Return the newest line that says that this machine's hardware is broken; "": none within `COUNTS_S`.
 
-        Does not block.
+        A line counts as old as the read before it, so call this often: the kernel's stamps are of a clock that
+        drifts from ours. Does not block.
         """
-        now = self._clock()
+        before, self._read = self._read, self._clock()
         for _ in range(_MOST if self._fd >= 0 else 0):
             try:
                 text = os.read(self._fd, _RECORD).decode(errors="replace")
@@ -89,9 +91,9 @@ class KernelLog:
             if not text:
                 break
             for line in filter(is_evidence, text.splitlines()):
-                self._last = now, line.partition(";")[2][:LONGEST] or line[:LONGEST]
+                self._last = before, line.partition(";")[2][:LONGEST] or line[:LONGEST]
         since, line = self._last
-        return line if now - since < COUNTS_S else ""
+        return line if self._read - since < COUNTS_S else ""
 
     def close(self) -> None:
         if self._fd >= 0:

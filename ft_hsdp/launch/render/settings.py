@@ -160,10 +160,11 @@ def in_pods(config: Config, claim: str | None) -> Config:
             config.network.tls_certificate,
             "null: the configuration is the only file that pods get",
         )
-    if config.checkpoint.every and claim is None:
-        raise ConfigError(
-            "checkpoint.every", config.checkpoint.every, "0 without --claim: all pods must share its folder"
-        )
+    for key, none in (("every", "0"), ("dir", "null")) if claim is None else ():
+        if value := getattr(config.checkpoint, key):
+            raise ConfigError(
+                f"checkpoint.{key}", value, f"{none} without --claim: all pods must share its folder"
+            )
     entry = config.entry
     if entry is not None and not is_function(entry) and not entry.startswith("/"):
         allowed = (

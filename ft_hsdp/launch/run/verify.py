@@ -73,7 +73,8 @@ def verify(run: RunDir) -> Findings:
     Raises:
         ConfigError: The run still runs, or its config.yaml cannot be loaded.
     """
-    if another(read_json(run.supervisor)):
+    # A lighthouse that was started by itself stays when its job has ended.
+    if another(read_json(run.supervisor)) or (not run.summary.exists() and another(read_json(run.lighthouse))):
         raise ConfigError("run", str(run.path), "a run that has ended")
     return _Check(run).all()
 
@@ -125,6 +126,7 @@ class _Check:
         self._commits = _Commits({r: Tailer(run.commits(r)) for r in self._replicas})
         self._fed = FedLogs(run, self._replicas)
         self._metrics = Tailer(run.metrics)
+        self._whole = run.summary.exists()  # the merged files are whole, or ought to be: the job has ended
         self._told: Iterator[Row] | None = None  # its lines of steps; None: they are not compared
         self._previous: dict[int, Row] = {}  # the last row that was read of each replica
         self._seen: OrderedDict[str, tuple[str, Row]] = OrderedDict()  # lineage -> its first place and row
@@ -210,6 +212,7 @@ class _Check:
                 name = row.get("event") if count and isinstance(row, dict) else None
                 if name == "FirstStepCommitted" and isinstance(row.get("data"), dict):
                     self._same_data(f"{self._name(path)}:{number}", row["data"])
+                self._whole |= name == "JobFinished"
                 self._undone |= name in ("HeadRolledBack", "RewindOrdered")
                 if name in ("LogLinesLost", "LogCut"):
                     self.found.lost += int(row.get("lines", 1))
@@ -271,7 +274,8 @@ class _Check:
             return line
         self._told = None
         found = "the end" if line is None else f"step {line.get('step')}, lineage {line.get('lineage')}"
-        self._breach(self._line, found, f"step {row['step']}, lineage {row['lineage']}, as the replicas have")
+        if line is not None or self._whole:
+            self._breach(self._line, found, f"step {row['step']}, lineage {row['lineage']}, as the replicas have")
         return {}
 
     @property
@@ -435,7 +439,7 @@ class _Check:
         """Check that summary.json has the figures that the logs add up to."""
         written = read_json(self._run.summary)
         if written is None:
-            if self._run.metrics.exists():
+            if self._whole and self._run.metrics.exists():
                 self._breach("summary.json", "none", "the figures of the run")
             return
         counted = json.loads(json.dumps(self._tally.summary(finals, written.get("lost", ()))))

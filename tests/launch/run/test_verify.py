@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from ft_hsdp.launch import cli
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import Recorder, logged_of
 from ft_hsdp.launch.run.verify import verify
+from ft_hsdp.lifetime import identity
 from tests.support.launch.launch_rows import commit, event, fed, written
+from tests.support.refused import refused
 
 STEPS = 12
 CONFIG = parse({"replicas": 3, "ranks_per_replica": 1, "train": {"steps": STEPS}})
@@ -198,6 +201,13 @@ def stopped(run: RunDir, finals: dict[int, Row] | None = None) -> None:
     record(run)
 
 
+def not_recorded_to_its_end(run: RunDir) -> None:
+    """It was stopped, and its lighthouse was started by itself; or the process that merges its logs was killed."""
+    stopped(run)
+    run.summary.unlink()
+    drop(run.metrics, STEPS)
+
+
 LEGAL: dict[str, Callable[[RunDir], None]] = {
     "all died before they applied": killed_within,
     "an older store": older_store,
@@ -205,6 +215,7 @@ LEGAL: dict[str, Callable[[RunDir], None]] = {
     "a ring that is not by number": order_of_its_own,
     "it was stopped": stopped,
     "one had left before it was stopped": left_for_good,
+    "it has no summary": not_recorded_to_its_end,
 }
 
 
@@ -219,6 +230,13 @@ def test_a_run_that_is_well_passes(run: RunDir, capsys: pytest.CaptureFixture[st
     assert (found.breaches, found.steps, found.grants) == ([], STEPS, 3)
     assert cli.main(["verify", str(run.path)]) == 0
     assert capsys.readouterr().out == f"{STEPS} steps, 3 grants: no breach\n"
+
+
+def test_a_run_whose_lighthouse_runs_has_ended_only_if_there_is_a_summary(run: RunDir) -> None:
+    replace_json(run.lighthouse, identity(os.getppid()))
+    assert verify(run).breaches == []
+    run.summary.unlink()
+    refused(lambda: verify(run), key="run")
 
 
 def test_a_run_that_went_back_by_several_steps_passes(tmp_path: Path) -> None:
@@ -308,6 +326,10 @@ PLANTED: dict[str, tuple[Callable[[RunDir], None], str]] = {
     "another configuration of a replica": (said("final 2", 1, config_hash="X"), "of config.yaml"),
     "a batch that nobody fed": (lambda r: drop(r.fed(1), 3), "each exactly once"),
     "another digest at the end": (said("final 1", 1, digest="e"), "at the same state"),
+    "no summary of a job that has ended": (
+        lambda r: (r.summary.unlink(), written(r.events, event("JobFinished", 1013.0))),
+        "the figures of the run",
+    ),
     "a figure of the summary": (said("summary", 1, tokens=1), "by the logs"),
     "a step of metrics": (lambda r: drop(r.metrics, 4), "step 4, lineage L4, as the replicas have"),
     "NaN": (said("metrics", 4, loss=float("nan")), "no strict JSON"),
