@@ -106,6 +106,7 @@ class HostAgent:
         self._problem: str | None = None  # why the last report failed; "": it did not; None: there was none
         self._leaving = False
         self._code: int | None = None  # with which this process ends once no rank is left
+        self._cut = ""  # which incarnations did not end after the last step
         self._changed = asyncio.Event()
         self._warm = False  # all ranks of a replica wait here
         self._starts: set[asyncio.Task[None]] = set()
@@ -128,7 +129,7 @@ class HostAgent:
         Its ranks are killed at the end, also if it is cancelled.
 
         Raises:
-            Retryable: The lighthouse refuses this host.
+            Retryable: The lighthouse refuses this host, or a script did not end after the last step.
             InvalidArgument: Its configuration is not the job's.
         """
         looking = asyncio.create_task(self._look())
@@ -142,6 +143,8 @@ class HostAgent:
             with contextlib.suppress(LighthouseUnreachable, TimeoutError):
                 async with asyncio.timeout(LAST_S):
                     await self._client.report(ProcessReport(host=self._report()))
+            if self._cut:
+                raise Retryable(self._cut)
             return self._code
         finally:
             tasks = (*self._starts, *self._open, looking)
@@ -256,10 +259,12 @@ class HostAgent:
             self._code = (EXIT_CONFIG if reply.wrong else self._failure) if reply.halted else EXIT_OK
             if reply.halted:
                 self._say(reply.halted)
-            allowed_s = timeouts.stop_s + (0.0 if reply.halted else timeouts.save_s)  # a checkpoint may be written
+            allowed_s = timeouts.stop_s
+            if not reply.halted:  # a checkpoint is written, or the script evaluates, or saves its model
+                allowed_s += max(timeouts.save_s, timeouts.pause_s)
             for held in self.held.values() if reply.halted else ():
                 held.leave(timeouts.stop_s)
-            asyncio.get_running_loop().call_later(allowed_s, self._kill_all)
+            asyncio.get_running_loop().call_later(allowed_s, self._cut_off, allowed_s)
         names = {each.incarnation for each in reply.assigned}
         for name, held in self.held.items():
             held.wanted = name in names
@@ -287,6 +292,12 @@ class HostAgent:
         newest = next(reversed(self.held.values()), None)
         codes = {code_of(rank) for rank in newest.ends if not rank.killed} if newest else set()
         return next((code for code in (EXIT_CONFIG, EXIT_HARDWARE) if code in codes), EXIT_RETRYABLE)
+
+    def _cut_off(self, after_s: float) -> None:
+        late = ", ".join(held.name for held in self.held.values() if not held.over)
+        if late and self._code == EXIT_OK:
+            self._cut = f"{late} still ran {after_s:g} s after the last step, and was killed (timeouts.pause_s)"
+        self._kill_all()
 
     def _kill_all(self) -> None:
         for held in self.held.values():

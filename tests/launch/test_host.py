@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from ft_hsdp.config.timeouts import TimeoutsConfig
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, InvalidArgument, Retryable
 from ft_hsdp.launch.run.directory import RunDir, read_json
 from tests.support.launch.host_scene import Scene
@@ -111,6 +112,17 @@ async def test_the_agent_ends_once_no_rank_is_left_and_says_so(scene: Scene, ans
     assert await scene.running == code
     await scene.reported("0-a-0", (), (0, -signal.SIGTERM, False), (1, -signal.SIGTERM, False))
     assert (scene.reports[-1].leaving, scene.reports[-1].seen) == (True, "")
+
+
+async def test_a_script_has_the_time_of_a_pause_after_the_last_step_and_is_not_cut_off_in_silence(run_dir) -> None:
+    scene = Scene(run_dir, timeouts={"stop_s": 1.0, "pause_s": 2.0})
+    await async_until(lambda: scene.open, "a report")
+    scene.answers(ranks := scene.assigned("0-a-0", 0, 1))
+    await scene.waiting("0-0-0", "0-0-1")
+    with mock.patch.object(TimeoutsConfig, "save_s", 0.5):
+        scene.answers(ranks, finished=True)
+        with pytest.raises(Retryable, match=r"0-a-0 still ran 3 s .*timeouts\.pause_s"):
+            await scene.running
 
 
 async def test_a_host_that_is_refused_ends_its_ranks_and_itself(scene: Scene) -> None:
