@@ -142,6 +142,7 @@ class RankAlive:
     """A sign of life between the leader and its other ranks, in both directions."""
 
     rank: int
+    pause_ms: Count = 0  # as in `RingBeat`, of this rank; from the leader: the longest of the replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +329,8 @@ class RingBeat:
     sent: int  # chunks that it has sent on its data connection
     stall_ms: int = 0  # how much longer than usual it may be silent, because its host is overloaded
     pid: int = 0  # its process
-    pause_ms: int = 0  # for how long its training loop may go on with something else (`Job.pause`); 0: it trains
+    # For how long a training loop of its replica may go on with something else (`Job.pause`); 0: all train.
+    pause_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ LATE = "no answer in time"
 class LeaseSettings:
     lease_s: float  # how long the last grant may be repeated without an answer of the lighthouse
     answer_wait_s: float  # longest wait for an answer before the step goes on without it
-    join_timeout_s: float | None  # a first start exits if it has not joined by then; None, for a restart: never
-    reach_s: float = 10.0  # how long the lighthouse is looked for before an event says so
+    join_timeout_s: float | None  # a first start exits when the lighthouse is away for so long; None: never
+    reach_s: float = 10.0  # how long the lighthouse may be away before an event says so
 
 
 class Asker(Protocol):
@@ -68,16 +68,14 @@ class GrantRequests:
         self._queued: protocol.QuorumRequest | None = None  # a newer one, sent once the lighthouse has answered
         self._unanswered_since: float | None = None  # when the oldest request without an answer was sent
         self.overdue = False  # whether a request went unanswered for too long, and none was answered since
-        self._answered_at = time.monotonic()  # when the lighthouse answered last; at first: the check-in
+        self._answered_at = 0.0  # when the lighthouse decided last
+        self._away_since: float | None = None  # the first failure since the lighthouse said anything
         self._pace_s = settings.answer_wait_s  # between the newest two requests
         self._joined = False  # whether the lighthouse has ever answered
         # Whether the journal has these events of the present outage.
         self._lease_noted = False  # LeaseUsed
         self._lease_end_noted = False  # LeaseEnded
         self._wait_noted = False  # LighthouseAwaited
-
-    def begin(self) -> None:
-        self._answered_at = time.monotonic()
 
     def close(self) -> None:
         if self._request is not None:
@@ -121,7 +119,9 @@ class GrantRequests:
                     await asyncio.sleep(RETRY_S)
                     ask, self._queued = self._queued or ask, None
                     continue
-                break
+                self._away_since, self._wait_noted = None, False
+                if not isinstance(answer, protocol.Wait):
+                    break
         finally:
             lapse.cancel()
         self._answered_at = time.monotonic()
@@ -147,14 +147,15 @@ class GrantRequests:
         if (local := exhausted(error)) is not None:  # this process has run out of something: it cannot call
             self._bus.end(str(local), EXIT_RETRYABLE)
             return
-        silent = time.monotonic() - self._answered_at
-        limit_s = self._settings.join_timeout_s
-        if not self._joined and limit_s is not None and silent > limit_s:
-            self._bus.broadcast(effects.Exit(EXIT_UNREACHABLE, f"{why} for {silent:.0f} s"))
+        now, limit_s = time.monotonic(), self._settings.join_timeout_s
+        self._away_since = now if self._away_since is None else self._away_since
+        away_s = now - self._away_since
+        if not self._joined and limit_s is not None and away_s > limit_s:
+            self._bus.broadcast(effects.Exit(EXIT_UNREACHABLE, f"{why} for {away_s:.0f} s"))
             return
-        if not self._joined and not self._wait_noted and silent > self._settings.reach_s:
+        if not self._joined and not self._wait_noted and away_s > self._settings.reach_s:
             self._wait_noted = True
-            self._journal.event("LighthouseAwaited", f"{why} for {silent:.0f} s; it is asked until it answers")
+            self._journal.event("LighthouseAwaited", f"{why} for {away_s:.0f} s; it is asked until it answers")
         self._lapse(error)
 
     def late(self) -> None:

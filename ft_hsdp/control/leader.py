@@ -111,7 +111,6 @@ class Leader:
 
     def start(self) -> None:
         """Check in: the ranks are warm."""
-        self.requests.begin()
         self._journal.event("CheckedIn", "warm", state=str(self.replica.state))
         self._time_checkpoint()
         self.handle(events.Started())

@@ -356,8 +356,8 @@ class LighthouseClient:
         if response.status_code != httpx.codes.OK or _fact(response, "role") == "standby":
             raise httpx.ReadError("it does not lead any more")
 
-    async def ask(self, ask: QuorumRequest) -> Answer:
-        """Ask for a step and wait until the lighthouse has decided.
+    async def ask(self, ask: QuorumRequest) -> Answer | Wait:
+        """Ask for a step, and wait until the lighthouse has decided, or says that it has not.
 
         Returns:
             The answer; a grant's MAC is checked.
@@ -365,16 +365,14 @@ class LighthouseClient:
         Raises:
             LighthouseUnreachable: it does not answer, or not as a lighthouse does.
         """
-        while True:
-            answer = await self._post("/v1/quorum", ask, (Grant, Continue, CatchUp, Finish, Refused, Wait))
-            if isinstance(answer, Grant):
-                try:
-                    protocol.verify(self._token, answer)
-                except ProtocolViolation as error:
-                    raise LighthouseUnreachable(str(error)) from error
-            if not isinstance(answer, Wait):
-                assert isinstance(answer, Answer)
-                return answer
+        expected = Grant, Continue, CatchUp, Finish, Refused, Wait
+        answer: Answer | Wait = await self._post("/v1/quorum", ask, expected)
+        if isinstance(answer, Grant):
+            try:
+                protocol.verify(self._token, answer)
+            except ProtocolViolation as error:
+                raise LighthouseUnreachable(str(error)) from error
+        return answer
 
     async def holders(self, replica: int) -> Holders:
         """Ask where copies of the newest state may be, for ``replica``, which recovers.

@@ -57,7 +57,7 @@ class Group:
         plane: copies and adds the chunks of the ring of replicas of equal width; None: on the CPU. Other lanes are
             summed on the CPU.
         arena: registered memory that neighbours on this host can map; None: a new one.
-        pause_s: returns for how many seconds this member's training loop may pause from now; 0: it does not.
+        pause_s: returns for how many seconds a training loop of this replica may pause from now; 0: none does.
         lanes: returns the lanes of a grant in which this rank takes part, at least one, by ascending number; None:
             always that of `identity`.
     """

@@ -147,7 +147,7 @@ class Heartbeat:
         rendezvous: has the edges; those that are made later are watched from then on.
         sentinel: how long this host may stall.
         broken: called with the error when a neighbour is dead or stuck.
-        pause_s: returns for how many seconds this member's training loop may pause from now; 0: it does not.
+        pause_s: returns for how many seconds a training loop of this replica may pause from now; 0: none does.
     """
 
     def __init__(

@@ -139,7 +139,7 @@ class LaneMember:
         plane: copies and adds the chunks; of this lane alone.
         arena: registered memory that neighbours on this host can map.
         sentinel: how long this host may stall.
-        pause_s: returns for how many seconds this member's training loop may pause from now; 0: it does not.
+        pause_s: returns for how many seconds a training loop of this replica may pause from now; 0: none does.
     """
 
     def __init__(

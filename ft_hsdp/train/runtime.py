@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -310,6 +311,7 @@ class RankRuntime:
         if isinstance(order, RankAlive):
             if self._watchdog is not None:
                 self._watchdog.heard(order.rank)
+            self._pauses.told(order.rank, min(order.pause_ms / 1000, self.config.timeouts.pause_s))
             return
         if isinstance(order, Exit):
             self._ending = True
@@ -372,10 +374,12 @@ class RankRuntime:
         return self._watchdog
 
     def say_alive(self) -> None:
-        self._bus.to_ranks(RankAlive(self.place.rank))
+        rank, pauses = self.place.rank, self._pauses
+        pause_s = pauses.left_s() if rank else pauses.replica_left_s()
+        self._bus.to_ranks(RankAlive(rank, math.ceil(1000 * pause_s)))
 
     def main_progress(self) -> int | None:
-        return None if self._mailbox.waited_for or self._pauses.left_s() else self._done
+        return None if self._mailbox.waited_for or self._pauses.replica_left_s() else self._done
 
     # The control loop: start, check-in and end.
 
@@ -409,7 +413,7 @@ class RankRuntime:
             GroupEvents(self._ring_connected, self._ring_broken, self._grant_shown, self._bus.to_leader),
             self._plane,
             self._arena,
-            self._pauses.left_s,
+            self._pauses.replica_left_s,
             lanes.of,
         )
         key, where = config.network.of_rank(place.local_rank)

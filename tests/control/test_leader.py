@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from ft_hsdp.control import grant_requests
 from ft_hsdp.control import leader as control
 from ft_hsdp.control.leader import Leader, LeaderSettings
 from ft_hsdp.core import effects, state_id
@@ -29,6 +31,7 @@ from ft_hsdp.protocol import (
     RankShown,
     RankStopped,
     Settled,
+    Wait,
 )
 from tests.support.waiting import async_until
 
@@ -51,9 +54,9 @@ class Lighthouse:
     def __init__(self) -> None:
         self.asks: list[QuorumRequest] = []
         self.cancelled = 0
-        self.answers: asyncio.Queue[Answer | Exception] = asyncio.Queue()
+        self.answers: asyncio.Queue[Answer | Wait | Exception] = asyncio.Queue()
 
-    async def ask(self, ask: QuorumRequest) -> Answer:
+    async def ask(self, ask: QuorumRequest) -> Answer | Wait:
         self.asks.append(ask)
         try:
             answer = await self.answers.get()
@@ -68,7 +71,7 @@ class Lighthouse:
 class Down(Lighthouse):
     """Is unreachable after the answers that it was given."""
 
-    async def ask(self, ask: QuorumRequest) -> Answer:
+    async def ask(self, ask: QuorumRequest) -> Answer | Wait:
         self.asks.append(ask)
         if self.answers.empty():
             raise LighthouseUnreachable("down")
@@ -304,6 +307,34 @@ async def test_who_never_joined_ends_with_69(scene: Callable[..., Scene]) -> Non
     await s.until(lambda: s.orders, "the end")
     assert isinstance(s.orders[0], effects.Exit)
     assert (s.orders[0].code, "down" in s.orders[0].reason) == (69, True)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_while_it_waits_for_others_an_outage_counts_from_its_own_begin(scene, restarted: bool) -> None:
+    s = scene(join_timeout_s=None if restarted else 10.0, reach_s=10.0)
+    wait, down = Wait("for replica 1"), LighthouseUnreachable("down")
+    hiccup: list[tuple[int, Wait | Exception]] = [(3600, wait), (20, down), (9, down)]
+    outage = [*hiccup, (2, down)]
+    with mock.patch.multiple(grant_requests, time=mock.DEFAULT, RETRY_S=0.0) as patched:
+        clock = patched["time"].monotonic
+        clock.return_value = 0.0
+
+        def told() -> list[str]:
+            given_up = [order.reason for order in s.named(effects.Exit)]
+            return [row["reason"] for row in s.events("LighthouseAwaited")] if restarted else given_up
+
+        async def after(seconds: int, said: Wait | Exception) -> int:
+            clock.return_value, asks = clock.return_value + seconds, len(s.lighthouse.asks)
+            s.lighthouse.answers.put_nowait(said)
+            await s.until(lambda: len(s.lighthouse.asks) > asks, "it asks again")
+            return len(told())
+
+        s.leader.start()
+        await s.until(lambda: s.lighthouse.asks, "it asks")
+        assert [await after(*each) for each in hiccup] == [0, 0, 0]
+        assert [await after(*each) for each in outage + outage] == [0, 0, 0, 1, 1, 1, 1, 2]
+        assert ["for 11 s" in why for why in told()] == [True, True]
+        assert all(ask == s.lighthouse.asks[0] for ask in s.lighthouse.asks), "with the same report"
 
 
 async def test_a_token_that_does_not_come_round_breaks_the_ring(scene: Callable[..., Scene]) -> None:

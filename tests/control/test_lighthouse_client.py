@@ -58,9 +58,9 @@ def answer(message: object) -> Callable[[httpx.Request], httpx.Response]:
 
 
 @pytest.mark.parametrize(
-    "message", [GRANT, Continue(3, 4), CatchUp(STATE, GRANT.members), Finish(), Refused("gone", 75)]
+    "message", [GRANT, Continue(3, 4), CatchUp(STATE, GRANT.members), Finish(), Refused("gone", 75), Wait("for 2")]
 )
-async def test_an_answer(message: Answer) -> None:
+async def test_an_answer(message: Answer | Wait) -> None:
     seen: list[httpx.Request] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -72,19 +72,6 @@ async def test_an_answer(message: Answer) -> None:
     assert (seen[0].method, seen[0].url.path) == ("POST", "/v1/quorum")
     assert TOKEN not in str(seen[0].headers)
     assert protocol.decode(seen[0].content, QuorumRequest) == ASK
-
-
-async def test_wait_asks_again_with_the_same_report() -> None:
-    bodies: list[bytes] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        bodies.append(request.content)
-        return answer(Wait("for replica 2") if len(bodies) < 4 else GRANT)(request)
-
-    async with client_of(handler) as client:
-        assert await client.ask(ASK) == GRANT
-    assert len(bodies) == 4
-    assert len(set(bodies)) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A user's loop that does more than train: an average of the weights, an evaluation in a pause, values of its own.
 
-The evaluation of replica 0 takes `EVALUATION_S`, that of the others no time, so they wait for it.
+The evaluation of rank 0 of replica 0 takes `EVALUATION_S`, that of the others no time, so they wait for it.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ def main() -> None:
         if job.step % EVERY == 0:
             with job.pause("evaluation"), torch.no_grad():
                 value = model(data.batch(0, 0, 0))
-                time.sleep(EVALUATION_S if job.replica == 0 else 0)  # stands for a long evaluation
+                time.sleep(EVALUATION_S if job.replica == job.rank == 0 else 0)  # stands for a long evaluation
             job.log({"eval/loss": value})
     whole = job.full_state_dict()
     found = {

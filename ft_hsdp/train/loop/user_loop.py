@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -318,10 +318,11 @@ MAX_PAUSE = 80  # characters of what a pause is for
 
 @dataclass(eq=False)
 class Pauses:
-    """The pause that the main thread makes, if there is one. Any thread may ask."""
+    """The pause that the main thread makes, if there is one, and those of its replica. Any thread may ask."""
 
     ended: int = 0  # how many there were
     _now: tuple[str, float] | None = None  # what it is for, and until when it may last
+    _others: dict[int, float] = field(default_factory=dict)  # by rank: until when its pause may last
 
     def begin(self, what: str, limit_s: float) -> None:
         """Note that the main thread does something else, which is no hang for ``limit_s`` seconds."""
@@ -337,6 +338,14 @@ class Pauses:
         """Return for how many seconds the pause may go on; 0: there is none, or it has lasted for too long."""
         now = self._now
         return 0.0 if now is None else max(0.0, now[1] - time.monotonic())
+
+    def told(self, rank: int, left_s: float) -> None:
+        """Note for how many seconds another rank of the replica says that its pause may go on."""
+        self._others[rank] = time.monotonic() + left_s
+
+    def replica_left_s(self) -> float:
+        """Return `left_s` of the longest pause in the replica, for which its other ranks wait."""
+        return max(self.left_s(), max(self._others.values(), default=0.0) - time.monotonic())
 
     @property
     def what(self) -> str:

@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.settings import Settings as RingSettings
+from ft_hsdp.protocol import RankAlive
+from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.train import runtime as train_runtime
 from ft_hsdp.train.identity import RankPlace
 from ft_hsdp.train.loop.user_loop import Pauses, checked_pause
+from ft_hsdp.train.rank_zero import OtherRank, RankZero
 from ft_hsdp.train.runtime import RankRuntime
 from tests.support.refused import refused
 from tests.support.train.one_rank import OneRank
@@ -49,6 +54,54 @@ def test_a_pause_that_lasts_too_long_is_none(runtime: RankRuntime, paused: Pause
     paused.begin("evaluation", 0.02)
     until(lambda: not paused.left_s())
     assert (runtime.main_progress(), paused.what) == (0, "")
+
+
+class RankOfTwo:
+    """A rank of a replica of two. The test carries what it says."""
+
+    def __init__(self, mesh: DeviceMesh, run: Path, rank: int) -> None:
+        one, self.paused, self._way = OneRank(mesh, CONFIG), Pauses(), OtherRank if rank else RankZero
+        place = RankPlace(rank, 2, run, ("http://127.0.0.1:1",), "t", "127.0.0.1", rank)
+        parts = one.adopted, one.live, one.orders, self.paused
+        with mock.patch.object(train_runtime, self._way.__name__, wraps=self._way) as made:
+            self.runtime = RankRuntime(CONFIG, place, torch.device("cpu"), *parts, {})
+        self.hear = made.call_args.args[-2]
+
+    def said(self) -> RankAlive:
+        with mock.patch.object(self._way, "to_ranks") as to_ranks:
+            self.runtime.say_alive()
+        return to_ranks.call_args.args[0]
+
+
+@pytest.fixture
+def two(mesh: DeviceMesh, tmp_path: Path) -> Iterator[list[RankOfTwo]]:
+    with mock.patch.object(ReplicaGroup, "gather", side_effect=lambda mine: [mine, mine]):
+        made = [RankOfTwo(mesh, tmp_path, rank) for rank in range(2)]
+    yield made
+    for each in made:
+        each.runtime.close()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_pause_of_one_rank_is_its_siblings_until_it_ends(two: list[RankOfTwo], who: int) -> None:
+    def beat() -> list[bool]:
+        for rank in (who, 1 - who):
+            two[1 - rank].hear(two[rank].said())
+        return [each.runtime.main_progress() is None for each in two]
+
+    pausing, sibling = two[who], two[1 - who]
+    pausing.paused.begin("export", 50.0)
+    assert beat() == [True, True]
+    assert (sibling.paused.left_s(), sibling.paused.what) == (0.0, "")
+    assert 0 < sibling.paused.replica_left_s() <= 50, "its ring says so"
+    assert (two[0].said().pause_ms > 0, two[1].said().pause_ms > 0) == (True, who == 1), "rank 0 tells of all"
+    pausing.paused.end()
+    assert beat() == [False, False]
+    pausing.paused.begin("export", 0.02)
+    beat()
+    until(lambda: not sibling.paused.replica_left_s())  # nothing more is heard
+    sibling.hear(RankAlive(who, 10**9))
+    assert sibling.paused.replica_left_s() <= CONFIG.timeouts.pause_s
 
 
 @pytest.mark.parametrize(
