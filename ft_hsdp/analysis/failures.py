@@ -87,6 +87,8 @@ class Failure:
     def seen(self, t: float) -> None:
         if self.injected is None or t >= self.injected - EARLY_S:
             self.evidence = t if self.evidence is None else min(self.evidence, t)
+        if self.life.exited is not None and self.life.started is None:  # no `ReplicaExited` follows: torchrun
+            self.lost = True
 
 
 @dataclass(slots=True)
@@ -168,8 +170,7 @@ class Failures:
         if not mine.open:
             return
         for failure in list(mine.open):
-            started = failure.next.started if failure.next is not None else None
-            if started is not None and started < t:
+            if failure.next is not None and failure.next.first < t:
                 failure.rejoined = t if failure.rejoined is None else min(failure.rejoined, t)
                 mine.open.remove(failure)
 
@@ -323,12 +324,13 @@ class Failures:
         life = self._life(replica, row.get("incarnation"), t)
         failure = self._find(replica, life, t)
         life.exited = t if life.exited is None else min(life.exited, t)
-        meant = kind in ("done", "stopped") or (kind == "left" and (failure is None or failure.injected is None))
-        if name == "ReplicaExited" and meant:
-            if failure is not None and failure.broke is None and failure.injected is None:
-                self._drop(replica, life.incarnation, evident=True)
-            return
-        known = any(f.lost and f.life is life for f in self.all[-LIVES * len(self._replicas) :])
+        known = life.kind  # its `ReplicaExited` came before: this row is late
+        if name == "ReplicaExited":
+            life.kind = str(kind)
+            if kind in ("done", "stopped") or (kind == "left" and (failure is None or failure.injected is None)):
+                if failure is not None and failure.broke is None and failure.injected is None:
+                    self._drop(replica, life.incarnation, evident=True)
+                return
         if failure is None and (known or name == "ExitReported" or kind == "exit 0"):
             return
         failure = failure or self._at(seq, replica, life, str(kind)[:64], row)
@@ -365,7 +367,7 @@ class Failures:
         """Return the incarnation of that name; without a name, the one that ran at ``t``."""
         mine = self._replicas[replica]
         if incarnation is None:
-            ran = [life for life in mine.lives if (life.started or 0.0) <= t + EARLY_S]
+            ran = [life for life in mine.lives if life.first <= t + EARLY_S]
             if ran:
                 return ran[-1]
             incarnation = ""

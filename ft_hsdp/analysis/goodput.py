@@ -142,7 +142,6 @@ class Goodput:
     def __init__(self) -> None:
         self.steps = StepTimes()
         self.commits = 0
-        self.failed = False  # whether an incarnation has failed
         self._missing = 0.0  # lost by absent contributors, at the usual step of that time
         self._share_again = 0.0  # sum of the shares of repeated steps
         self._highest = 0
@@ -167,7 +166,6 @@ class Goodput:
             else:
                 self._marks.setdefault(mark, t)
         if name == "ReplicaExited" and row.get("kind") not in MEANT:
-            self.failed = True
             self._gone.add(row.get("replica", -1))
 
     def commit(self, row: Mapping[str, Any]) -> tuple[float, float]:
@@ -199,8 +197,12 @@ class Goodput:
         self._missing += expected * (1.0 - present)
         return typical * share, gap
 
-    def effective(self) -> dict[str, Any]:
-        """Return "effective" of the overview; the lost seconds add up to wall_s - useful_s."""
+    def effective(self, failed: bool = False) -> dict[str, Any]:
+        """Return "effective" of the overview; the lost seconds add up to wall_s - useful_s.
+
+        Args:
+            failed: an incarnation has failed (`Failures.losses`); without a failure there is no "renewal".
+        """
         steps = self.steps
         replay = steps.median * self._share_again
         wall, trained = steps.wall_s, steps.trained_s
@@ -226,7 +228,7 @@ class Goodput:
         by_failures = sum(lost[cause] for cause in BY_FAILURES)
         return {
             "wall_clock": min(1.0, trained / max(wall, 1e-9)),
-            "renewal": trained / (trained + by_failures) if self.failed and trained else None,
+            "renewal": trained / (trained + by_failures) if failed and trained else None,
             "with_replay": min(1.0, useful / max(wall, 1e-9)),
             "wall_s": wall,
             "useful_s": useful,

@@ -25,6 +25,7 @@ _STAMPS = {
     "FirstStepCommitted": "committed",
     "Rejoined": "rejoined",
     "ReplicaExited": "exited",
+    "ExitReported": "exited",
 }
 """The events of an incarnation, and the field of `IncarnationRecord` with the time of each."""
 
@@ -64,6 +65,10 @@ class IncarnationRecord:
             self.how = self.how or str(row.get("how", ""))
         elif name == "ReplicaExited":
             self.kind = str(row.get("kind"))
+
+    @property
+    def began(self) -> float | None:
+        return self.booted if self.started is None else self.started  # under torchrun nobody tells of the start
 
     @property
     def first(self) -> float:
@@ -117,9 +122,8 @@ def starts(events: Iterable[Row], failures: Sequence[Row] = ()) -> list[Incarnat
     failed = {f["incarnation"]: f["t"] for f in failures if "incarnation" in f}
     found = []
     for (replica, name), record in incarnations(events).items():
-        began = record.booted if record.started is None else record.started
-        if began is not None:
-            found.append((began, _start(replica, record, began, failed.get(_before(name)))))
+        if record.began is not None:
+            found.append((record.began, _start(replica, record, record.began, failed.get(_before(name)))))
     return [start for _, start in sorted(found, key=lambda each: each[0])]
 
 

@@ -194,7 +194,7 @@ class Overview:
         Args:
             live: a prediction may be up to ``PREDICT`` commits old.
         """
-        found = self.goodput.effective()
+        found = self.goodput.effective(bool(self.failures.losses()))
         key = (len(self.failures.all), self.goodput.commits // PREDICT) if live else self.seq
         if self.failures.cut:
             return found | {"predicted": None}

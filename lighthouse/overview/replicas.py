@@ -50,6 +50,7 @@ class Lane:
         self.widths: list[tuple[float, int]] = []  # when it went on with another number of ranks
         self._done: set[int] = set()  # ranks that have fetched
         self._gone: list[str] = []  # incarnations that are over
+        self._placed = False  # `ReplicaStarted` names its incarnations; it never comes under torchrun
         self._proof = 0.0  # when it contributed last
 
     def event(self, name: str, row: Mapping[str, Any]) -> None:
@@ -61,7 +62,8 @@ class Lane:
             self.restored = _recovery(row)
         if name == "CopiesPlanned" and incarnation not in self._gone:
             self._copies(row.get("keeps"), row.get("hosts"))
-        if name == "ReplicaStarted":
+        if name == "ReplicaStarted" or (name == "ReplicaBooted" and not self._placed):
+            self._placed = name == "ReplicaStarted"
             self._started(t, incarnation, reason)
         elif name == "OperatorOrdered" and row.get("order") in ("drain", "undrain"):
             self.drained = row["order"] == "drain"

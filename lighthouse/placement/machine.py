@@ -347,7 +347,8 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         late = changed and isinstance(then, Restart) and then.delay_s >= restart.SHORTAGE_S[1]
         if me.prevented != prevents or late:  # a changed script is named again
             effects.append(Note("StartPrevented", cause, {**facts, "cause": prevents}))
-        return _again(s, replica, replace(rests, restart=state, prevented=prevents), then, now, effects)
+        rests = replace(rests, restart=state, prevented=prevents)
+        return _again(s, replica, rests, then, now, effects, prevented=True)
     s, blamed = _blame(s, replica, me, why, code in OWN_FAULT or said not in ("", Cause.TEMPORARY, Cause.HARDWARE))
     effects += blamed
     if code in (EXIT_CONFIG, EXIT_USAGE) and not me.contributed and not step:
@@ -424,11 +425,12 @@ def _again(
     then: Restart | GiveUp,
     now: float,
     effects: list[Effect],
+    **facts: object,
 ) -> Step:
-    """Start a replica again after a pause, or give it up."""
+    """Start a replica again after a pause, or give it up; ``facts`` are told of the restart."""
     if isinstance(then, GiveUp):
         return _give_up(s, replica, rests, then.reason, now, effects)
-    facts = {"replica": replica, "incarnation": rests.incarnation, "delay_s": then.delay_s}
+    facts |= {"replica": replica, "incarnation": rests.incarnation, "delay_s": then.delay_s}
     rests = replace(rests, due=now + then.delay_s, why=then.reason, done=False)
     return with_replica(s, replica, rests), (*effects, Note("RestartScheduled", then.reason, facts))
 

@@ -131,17 +131,13 @@ def test_renewal_is_the_time_between_failures_over_itself_and_what_one_takes():
         rows += [ev(t + 601, "RingConnected"), ev(t + 2, "ReplicaExited", kind="SIGKILL", incarnation=str(life))]
         t, step = t + 660, step + 1
         rows.append(commit(t, step, step_s=660.0))
-    found = fold(rows).effective()
+    assert fold(rows).effective()["renewal"] is None
+    found = fold(rows).effective(failed=True)
     assert found["renewal"] == pytest.approx(19 / 29, rel=1e-6)
     assert found["lost_s"]["detect"] == pytest.approx(3000)
     assert found["lost_s"]["quorum"] == pytest.approx(2400)
     assert found["lost_s"]["reconnect"] == pytest.approx(600)
     adds_up(found)
-
-
-def test_without_a_failure_there_is_no_renewal():
-    ended = [ev(9, "ReplicaExited", kind="done", incarnation="a"), ev(9, "ReplicaExited", kind="stopped")]
-    assert fold([commit(1, 1), commit(2, 2), *ended]).effective()["renewal"] is None
 
 
 def test_causes_of_a_slow_step():

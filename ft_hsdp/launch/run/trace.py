@@ -143,14 +143,15 @@ def _steps(clock: TraceClock, track: Track, rows: Iterable[Row]) -> Iterator[Eve
 
 def _incarnations(clock: TraceClock, track: Track, events: Iterable[Row], end: int) -> Iterator[Event]:
     """Yield a slice for each incarnation, and in it a slice of the time until it checked in."""
-    found = [each for each in incarnations(events).values() if each.started is not None]
+    found = [each for each in incarnations(events).values() if each.began is not None]
     free = 0
-    for each in sorted(found, key=lambda each: each.started or 0.0):
-        start = max(free, clock.at(each.started or 0.0))
+    for each in sorted(found, key=lambda each: each.began or 0.0):
+        start = max(free, clock.at(each.began or 0.0))
         until = end if each.exited is None else clock.at(each.exited)
         if until <= start:
             continue
-        yield _slice(track, each.incarnation, start, until, {"ended": each.kind or "runs"})
+        state = "runs" if each.exited is None else "exited"
+        yield _slice(track, each.incarnation, start, until, {"ended": each.kind or state})
         ready = 0 if each.checked_in is None else clock.at(each.checked_in)
         if start < ready <= until:
             yield _slice(track, "start", start, ready, {})

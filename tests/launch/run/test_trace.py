@@ -105,12 +105,12 @@ def test_lives_fetches_marks_and_who_said_what() -> None:
         event("FetchCompleted", 6.0, 1, 1, incarnation="1-x-1", seconds=0.75, given={"0": 5}),
         event("ReplicaExited", 9.0, 1, incarnation="1-x-1", kind="done"),
     ]
+    torchrun = {"ReplicaStarted": "ReplicaBooted", "ReplicaExited": "ExitReported"}
+    untold = [{**row, "event": torchrun.get(row["event"], row["event"])} for row in events]
+    lives = [("1-x-0", 0, 3_500_000), ("start", 0, 2_000_000), ("1-x-1", 4_000_000, 9_000_000)]
+    assert slices(check(trace("run", untold, {}, [])), 11, 2) == lives
     shown = check(trace("run", events, {}, []))
-    assert slices(shown, 11, 2) == [
-        ("1-x-0", 0, 3_500_000),
-        ("start", 0, 2_000_000),
-        ("1-x-1", 4_000_000, 9_000_000),
-    ]
+    assert slices(shown, 11, 2) == lives
     assert slices(shown, 11, 11) == [("fetch", 5_250_000, 6_000_000)]
     marks = [(e["name"], e["ts"]) for e in shown if e.get("s") == "g"]
     assert marks == [

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.analysis.failures import MAX_EPOCHS, MAX_FAILURES
+from lighthouse.overview.alarms import Facts
 from lighthouse.overview.overview import SHOWN_EPOCHS, JobInfo, JournalEntry, Overview, states
 from lighthouse.overview.replicas import MAX_HOSTS, MAX_SEGMENTS, _joined
 
@@ -207,6 +208,32 @@ def test_rows_that_come_late_tell_the_same_failure(random_, late_s):
         assert all(t0 < t1 == after for (t0, t1, _), (after, _, _) in pairwise(segments))
 
 
+def under_torchrun(rows):
+    """What is left of rows where a launcher that tells nothing starts and watches the processes."""
+    first = [{**row, "event": "ReplicaBooted"} for row in START[:3]]
+    untold = ("ReplicaStarted", "ProcessExited", "ReplicaExited", "FailureInjected")
+    return [*first, *(row for row in rows if row.get("event") not in untold)]
+
+
+@pytest.mark.parametrize("late_s", [0, 0.2, 2])
+def test_under_torchrun_an_incarnation_that_is_hurt_and_exits_is_lost(late_s):
+    rows = under_torchrun(killed())
+    timeline = fold(sorted(rows, key=lambda row: row["t"] + late_s * (row.get("event") == "RingBroken")))
+    (lost,) = timeline.failures.losses()
+    assert (lost.replica, lost.kind, lost.life.incarnation) == (1, "ring broken", "1-a-0")
+    assert (lost.t, lost.rejoined) == (T + 9.6, T + 20)
+    assert Facts.of(timeline, False, T).failures == ((lost.seq, 1, "ring broken"),)
+    assert timeline.effective()["renewal"] is not None
+    one = states(timeline.lanes.settle())[1]
+    assert (one["incarnation"], one["incarnations"]) == ("1-a-1", 2)
+
+
+def test_under_torchrun_an_incarnation_that_goes_on_and_ends_later_is_not_lost():
+    healed = [ev(9.2, "RingBroken", 0, epoch=1, suspect=1), grant(9.4, 2, ALL), commit(10, 6, 2)]
+    timeline = fold([*under_torchrun(START), *healed, *(ev(30, "ExitReported", r) for r in range(3))])
+    assert (timeline.failures.losses(), timeline.effective()["renewal"]) == ([], None)
+
+
 def test_a_stop_that_nobody_noticed_is_no_failure_and_one_that_broke_the_ring_is():
     stop = ev(9.2, "FailureInjected", 1, kind="SIGSTOP", for_s=0.3)
     lifted = ev(9.5, "FailureLifted", 1, kind="SIGSTOP")
@@ -286,7 +313,9 @@ def test_a_failure_is_over_when_its_replica_stands_by():
 
 def test_an_end_on_purpose_is_no_failure():
     end = [ev(12, "ProcessExited", 1, kind="SIGTERM"), ev(12.1, "ReplicaExited", 1, kind="stopped")]
-    assert fold([*START, *end]).told(0, 1e9, 1.0) == []
+    ended = fold([*START, *end])
+    assert (ended.told(0, 1e9, 1.0), ended.effective()["renewal"]) == ([], None)
+    assert fold([*START, end[1], end[0]]).told(0, 1e9, 1.0) == []
     done = [ev(12, "ProcessExited", 1, kind="exit 0"), ev(12.1, "ReplicaExited", 1, kind="done")]
     timeline = fold([*START, *done])
     assert timeline.told(0, 1e9, 1.0) == []
@@ -310,7 +339,9 @@ def test_a_replica_that_dies_again_while_it_boots_has_two_failures_that_end_toge
 
 def test_words_of_an_incarnation_that_is_gone_change_nothing():
     rows = [*killed(), ev(21, "RingBroken", 1, epoch=1, suspect=0), ev(21, "FetchStarted", 1)]
-    assert lane(fold(rows), 1)[-1] == ("training", 20)
+    timeline = fold([*rows, ev(21, "ReplicaBooted", 1, incarnation="1-b-0")])  # replaced before it had started
+    assert lane(timeline, 1)[-1] == ("training", 20)
+    assert timeline.lanes.all[1].incarnation == "1-a-1"
 
 
 def test_stalled_drained_dead_and_excluded():

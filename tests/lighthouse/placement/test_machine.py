@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ft_hsdp.analysis.failures import Failures
 from ft_hsdp.core.grant import Grant, Member, ranges
 from ft_hsdp.core.host_report import EndedRank, HostRanks, HostReport, MachineRanks
 from ft_hsdp.core.restart import RestartPolicy
@@ -511,6 +512,24 @@ def test_what_prevents_a_start_is_told_and_so_is_its_end(said: str) -> None:
     w.ends("a", 0, 75, cause=said)
     w.settle()
     assert (w.me().restart.used, len(w.told("StartPrevented"))) == (2, 2)
+
+
+def test_only_a_start_that_was_prevented_is_no_failure() -> None:
+    w = World("a", replicas=1, each=1, restart=RestartPolicy(9, 0.0))
+    w.notes.clear()
+    for said in ("device", "shortage", "", "shortage", "device", "changed"):
+        w.settle(9.0)
+        if said:
+            w.ends("a", 0, EXIT_CONFIG if said in ("shortage", "changed") else 75, cause=said)
+        else:
+            ((name, mine),) = w.has["a"].items()
+            w.has["a"][name] = replace(mine, living=(), failed="no process may be forked")
+        w.settle()
+    failures = Failures(1)
+    for seq, note in enumerate(w.notes):
+        failures.event(seq, note.event, {"t": float(seq), "reason": note.reason, **note.facts})
+    assert len(w.told("ReplicaExited")) == 6
+    assert [each.life.incarnation[-1] for each in failures.losses()] == ["0", "4"]
 
 
 def test_only_its_hosts_are_believed_about_the_ranks_of_a_replica_that_is_placed() -> None:
