@@ -275,7 +275,8 @@ def _trouble(s: LighthouseState, replica: int, me: PlacedReplica, event: Event, 
         return f"it has not asked for a step within {policy.start_s:g} s (timeouts.start_s)"
     if any(rank.code not in LEAVING for _, rank in me.ended):
         return ENDED
-    if me.ended and len(me.ended) < len(me.used) * policy.each and now >= (me.since or now) + policy.together_s:
+    late = now >= (me.since or now) + policy.together_s and not s.finished  # then a script may go on
+    if late and me.ended and len(me.ended) < len(me.used) * policy.each:
         return f"only {len(me.ended)} of its ranks have ended"
     for position, name in enumerate(me.used):
         present = s.presence.host(name)

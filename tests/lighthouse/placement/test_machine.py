@@ -597,6 +597,15 @@ def test_a_replica_whose_script_is_done_has_ended_for_its_host() -> None:
     assert not w.s.finished
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_rank_may_go_on_alone_only_after_the_last_step(finished: bool) -> None:
+    w = World("a", replicas=1, each=1)
+    w.ends("a", 0, 0)
+    w.s = replace(w.s, finished=finished)
+    w.settle(5.0)
+    assert bool(w.told_as("ReplicaExited")) is not finished
+
+
 @pytest.mark.parametrize(("code", "used"), [(-9, 3), (EXIT_UNREACHABLE, 1)])
 def test_a_host_is_not_left_for_what_comes_from_outside(code: int, used: int) -> None:
     w = World("a", "b", "c", each=1)
