@@ -340,6 +340,7 @@ class Job(DataSources, UserLoop):
                 driver.guess(reader, self.replica)
             self._join(driver, reader)
             while True:
+                self._callbacks.leave()
                 match self._mailbox.get():
                     case RunBatch() as order:
                         yield from driver.feed(reader, order)
@@ -401,10 +402,13 @@ class Job(DataSources, UserLoop):
         Raises:
             Ended: The job ends this replica with an error.
             SystemExit: A signal told this process to leave meanwhile.
+            RuntimeError: The script has ended while an order changed the state, which is no committed one.
         """
         driver = self._driver
         if self._runtime is None or driver is None or not driver.joined:
             return
+        if not driver.whole:
+            raise RuntimeError(f"the script ended while step {driver.step} was applied: use job.stop()")
         self._loop.close()
         with leaving_on_signals(self._ask_to_leave) as told:
             self._ask_to_leave("ended")
@@ -524,12 +528,11 @@ class Job(DataSources, UserLoop):
             self._early.append((time.time(), event, reason, facts))
 
     def _write_logged(self, step: int, numbers: Mapping[str, float | None]) -> None:
-        state = None if self._runtime is None else self._live_state.state
+        last, state = self.last, None if self._runtime is None else self._live_state.state
         if state is None:
-            allowed = "a call in the loop over job.batches, or in a callback"
-            raise ConfigError("job.log", ", ".join(numbers), allowed)
-        if self._log is not None and numbers and counts(self.replica, self.step, self.last):
-            self._log.logged(step, state.commit_epoch, numbers)
+            raise ConfigError("job.log", ", ".join(numbers), "a call in the loop of job.batches, or in a callback")
+        if self._log is not None and numbers and counts(self.replica, self.step, last):
+            self._log.logged(step, state.commit_epoch if last is None else last.epoch, numbers)
 
     def _evaluation(self) -> Evaluation[Any] | None:
         given, every = self._evaluated, self.config.eval.every
@@ -578,13 +581,7 @@ class Job(DataSources, UserLoop):
         settings = {f"lr.{key}": value for key, value in config.lr.model_dump().items()}
         self._groups.note_given(config.train.steps, {**settings, "optim.clip": driver.clip})
         checkpoints, checkpointer = open_checkpoints(
-            config,
-            place.run,
-            identity.incarnation,
-            live_state,
-            runtime.ranks,
-            runtime.facts.data,
-            place.token,
+            config, place.run, identity.incarnation, live_state, runtime.ranks, runtime.facts.data, place.token
         )
         self._saver = CheckpointSaver(checkpointer, runtime.snapshots, self.rank, runtime.report)
         state = restored(runtime, checkpoints)

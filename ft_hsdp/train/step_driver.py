@@ -99,6 +99,7 @@ class StepDriver:
     _fed: int = 0  # steps that this incarnation has begun
     _refuses: bool = False  # what changes outside the state is refused: no replica can have gone far with it
     last: CommittedStep | None = None  # led to the live state; None: it was applied elsewhere
+    whole: bool = True  # no error or exit in the user's code has cut short what an order does
 
     def __post_init__(self) -> None:
         self._weighs = self._config.data.weight == "tokens"  # whether the loop says what each micro-batch weighs
@@ -338,6 +339,7 @@ class StepDriver:
                 plan.close()
                 return False
             if isinstance(order, ApplyOrder) and order.record.step == step:
+                self._callbacks.leave()
                 return self.replica in order.record.contributors
 
     def _take_back(self, step: int, between: bool) -> None:
@@ -446,8 +448,10 @@ class StepDriver:
     @contextlib.contextmanager
     def _ends_the_rank(self) -> Iterator[None]:
         """End the rank if a function of the user fails within: its state is not that of the other replicas."""
+        self.whole = False
         try:
             yield
+            self.whole = True
         except CallbackFailed as failed:
             cause = failed.__cause__
             traceback.print_exception(cause)

@@ -47,6 +47,7 @@ model = job.shard(Model())
 optim = job.optimizer(torch.optim.AdamW(model.parameters()))
 workers, end = int(sys.argv[1]), sys.argv[2]
 loader = job.loader(Points(), batch_size=4, num_workers=workers)
+job.on_commit(lambda step: sys.exit(0) if end == "commit" and step.step == 5 else None)
 for epoch in range(99 if end == "epochs" else 1):
     for number, batch in enumerate(job.batches(loader), 1):
         if end in ("stop", "epochs") and job.step == 4 and (job.replica, job.rank) == (0, 0):
@@ -116,7 +117,7 @@ def test_loops_that_break_on_all_replicas_end_the_job_well_or_go_on(tmp_path: Pa
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("end", ["stop", "leave", "exit"])
+@pytest.mark.parametrize("end", ["stop", "leave", "exit", "commit"])
 def test_scripts_end_the_job_well(tmp_path: Path, end: str) -> None:
     ends_well(tmp_path, end)
 

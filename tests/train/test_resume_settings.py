@@ -2,6 +2,7 @@
 
 import copy
 import json
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -309,6 +310,29 @@ def test_a_function_of_the_step_is_compared_by_its_values() -> None:
     assert found == ChangedSetting("schedule(2)", 0.5, 1.0)
     (found,) = job(sgd(m), schedule=lambda step: 1 / step, settings={"lr.warmup": 3}).resume(written(groups), AT)
     assert found == ChangedSetting("lr.warmup", None, 3)
+
+
+class Counting:
+    """A schedule that counts its calls."""
+
+    def __init__(self, factor: float, *held: object) -> None:
+        self.factor, self.held = factor, held
+        self.calls, self.seen = 0, [0]
+
+    def __call__(self, step: int) -> float:
+        self.calls += 1
+        self.seen[0] += 1
+        return self.factor / step
+
+
+@pytest.mark.parametrize("held", [(), (threading.RLock(),)])
+def test_a_schedule_is_not_advanced_and_what_it_holds_is_not_copied(held: tuple[object, ...]) -> None:
+    first, second = Counting(1.0, *held), Counting(2.0, *held)
+    checkpoint = written(job(sgd(model()), schedule=first))
+    (found,) = job(sgd(model()), schedule=second).resume(checkpoint, 0)
+    assert found == ChangedSetting("schedule(1)", 1.0, 2.0)
+    assert (first.calls, second.calls) == (0, 0)
+    assert held or first.seen == second.seen == [0]
 
 
 def test_a_function_where_there_was_none_is_named_and_not_spelled_out() -> None:

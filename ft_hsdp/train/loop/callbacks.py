@@ -27,13 +27,13 @@ class CommittedStep:
     lr: float  # learning rate of the first parameter group
     units: int  # micro-batches of one rank that are in it
     updated: bool  # whether it changed the weights: no if its gradient was not finite, or nothing in it counts
+    epoch: int  # in which it was committed
 
     @staticmethod
     def of(record: CommitRecord, lr: float) -> CommittedStep:
         """Return what ``record`` says to the user's loop; ``lr`` is the learning rate that it leads to."""
-        return CommittedStep(
-            record.step, record.contributors, record.loss, record.norm, lr, record.units, record.updates
-        )
+        told = record.step, record.contributors, record.loss, record.norm, lr, record.units, record.updates
+        return CommittedStep(*told, record.epoch)
 
 
 OnCommit = Callable[[CommittedStep], object]
@@ -47,6 +47,7 @@ class Callbacks:
     def __init__(self) -> None:
         self._of: dict[str, list[Any]] = {"on_commit": [], "on_rejoin": [], "on_leave": []}
         self._fixed = False
+        self._exit: SystemExit | None = None  # with which one has ended training
 
     def fix(self) -> None:
         """Take no more callbacks from now on: all replicas have to call the same ones from the first step on."""
@@ -66,9 +67,22 @@ class Callbacks:
         return callback
 
     def call(self, kind: str, argument: object) -> None:
-        """Call what waits for a committed step, for a state that replaces the live one, or for the end."""
+        """Call what waits for a committed step, for a state that replaces the live one, or for the end.
+
+        Where one exits with 0, the others are called all the same, and `leave` exits.
+        """
         for callback in self._of[kind]:
-            called(f"job.{kind}({name_of(callback)})", callback, argument)
+            try:
+                called(f"job.{kind}({name_of(callback)})", callback, argument)
+            except SystemExit as end:
+                if end.code or kind == "on_leave":
+                    raise
+                self._exit = end
+
+    def leave(self) -> None:
+        """Exit now, between two steps, if a callback has exited with 0."""
+        if self._exit is not None:
+            raise self._exit
 
 
 class CallbackFailed(Exception):

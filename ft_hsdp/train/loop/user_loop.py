@@ -166,7 +166,7 @@ class UserLoop:
         It runs on every rank of every replica that applies the step, in order, on the main thread: when the
         weights are updated, and before the state has its name. That includes the steps that are applied while this
         replica catches up. It has to do the same on all replicas, and may use collectives of the replica's ranks.
-        An error in it ends this rank.
+        An error in it ends this rank. ``sys.exit(0)`` in it does what it does in the loop, after the step.
 
         Args:
             callback: Called with a `CommittedStep`. The next step waits for it.

@@ -11,6 +11,7 @@ closure, a partial or a module's constant count as well then.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ft_hsdp.core import state_id
 from ft_hsdp.state.transfer.shard_manifest import Json
-from ft_hsdp.train.optimizer.lr_schedule import to_json
+from ft_hsdp.train.optimizer.lr_schedule import from_json, to_json
 
 GIVEN = "given"  # the key of all this, in a dict behind the hyper-parameters of a checkpoint
 POINTS = 64  # steps of each power of two at which a function is evaluated
@@ -47,8 +48,10 @@ class ChangedSetting:
 
 def of_function(function: Callable[[int], Any], steps: int) -> Json:
     """Return what tells a function of the step from others: of each power of two its first value and a digest."""
-    if not isinstance(function, FunctionType) and getattr(function, "__dict__", None):
-        function = copy.deepcopy(function)  # it may count its calls
+    if not isinstance(function, FunctionType) and (held := getattr(function, "__dict__", None)):
+        with contextlib.suppress(Exception):  # it may count its calls; and hold the job, which cannot be copied
+            function = copy.copy(function)
+            vars(function).update(from_json(held, to_json(held)))
 
     def value(step: int) -> Json:
         try:

@@ -1,7 +1,10 @@
 """What the user's loop hears of committed steps, fetched states and the end, and how it tells its loss."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,10 +16,11 @@ from ft_hsdp.core.effects import Exit
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, ConfigError
 from ft_hsdp.train.loop.callbacks import CallbackFailed, Callbacks, CommittedStep
-from ft_hsdp.train.orders import LoadOrder
+from ft_hsdp.train.orders import ApplyOrder, LoadOrder
 from tests.support.refused import refused
 from tests.support.state.odd_model import batch
-from tests.support.train.one_rank import START, OneRank
+from tests.support.train.one_rank import START, STEP, OneRank
+from tests.train.test_job import made
 
 CONFIG = parse({"replicas": 2, "ranks_per_replica": 1})
 
@@ -43,7 +47,7 @@ def test_callbacks_see_every_step_in_order_with_new_weights_and_before_the_state
     one.commit()
     one.commit()
     assert seen == [(1, 1, 0, True), (1, "second"), (2, 2, 1, True), (2, "second")]
-    assert driver.last == CommittedStep(2, (0, 1), 2.5, 0.5, 0.25, 2, True)
+    assert driver.last == CommittedStep(2, (0, 1), 2.5, 0.5, 0.25, 2, True, 1)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +68,44 @@ def test_an_error_in_a_callback_ends_the_rank_with_its_traceback(one, capsys, er
     assert (str(error) in reason, ended) == (True, code)
     assert "raise error" in capsys.readouterr().err
     assert one.live.state == START, "a step that is half applied has no name"
+
+
+def test_an_exit_in_a_callback_is_one_of_the_loop_once_the_step_is_applied(one: OneRank) -> None:
+    seen: list[int] = []
+    one.callbacks.add("on_commit", lambda _: sys.exit(0))
+    one.callbacks.add("on_commit", lambda step: seen.append(step.step))
+    one.live.state = StateId(1, STEP - 1, START.lineage)
+    order = ApplyOrder(one.record(), [torch.ones(n) for n in one.adopted.sizes])
+    trained(one)
+    one.orders.put(order)
+    with pytest.raises(SystemExit):
+        one.optim.step()
+    assert (one.live.state, seen, one.driver.whole) == (order.record.state_id, [STEP], True)
+    one.callbacks.add("on_leave", lambda _: sys.exit(0))
+    with pytest.raises(SystemExit):
+        one.callbacks.call("on_leave", "it is over")
+
+
+def test_an_exit_in_a_callback_outside_a_step_ends_the_batches(one: OneRank, tmp_path: Path) -> None:
+    job, driver = made(tmp_path, CONFIG), one.driver
+    one.callbacks.add("on_rejoin", lambda _: sys.exit(0))
+    one.live.state = StateId(1, 7, "1" * 32)
+    parts: dict[str, Any] = {"_driver": driver, "_groups": driver.groups, "_adopted": one.adopted}
+    parts |= {"_callbacks": one.callbacks, "_live_state": one.live, "_mailbox": one.orders}
+    parts |= {"_open_reader": mock.Mock(), "_join": lambda driver, reader: driver.begin(one.joined)}
+    with mock.patch.multiple(job, create=True, **parts), pytest.raises(SystemExit):
+        next(job.batches(one.source))
+
+
+@pytest.mark.parametrize("end", [SystemExit(0), KeyboardInterrupt(), RuntimeError("out of memory")])
+def test_a_script_that_ends_within_a_step_has_no_last_state(one: OneRank, tmp_path: Path, end) -> None:
+    one.sgd.register_step_post_hook(mock.Mock(side_effect=end))
+    job, parts = made(tmp_path, CONFIG), {"_runtime": one.runtime, "_driver": one.driver, "_mailbox": one.orders}
+    with pytest.raises(type(end)):
+        one.commit()
+    with mock.patch.multiple(job, **parts), pytest.raises(RuntimeError):
+        job.finish()
+    one.runtime.leave.assert_not_called()
 
 
 def test_a_state_that_is_loaded_is_told_and_has_no_step_before_it(one: OneRank) -> None:

@@ -1,16 +1,20 @@
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.analysis.commits import MAX_VALUES
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.train.job import Job
 from ft_hsdp.train.loop.callbacks import CommittedStep
 from ft_hsdp.train.loop.user_loop import checked, checked_step, counts, log_measured, loggable
 from tests.support.refused import refused
+from tests.support.train.one_rank import OneRank
 from tests.train.test_job import made
 
 
@@ -77,10 +81,20 @@ def test_values_are_of_a_committed_step() -> None:
 
 
 def test_one_replica_s_values_count() -> None:
-    last = CommittedStep(5, (1, 3), 1.0, 1.0, 0.1, 2, True)
+    last = CommittedStep(5, (1, 3), 1.0, 1.0, 0.1, 2, True, 1)
     assert [counts(r, 5, last) for r in range(4)] == [False, True, False, False]
     assert [counts(r, 0, None) for r in range(2)] == [True, False], "before the first step"
     assert not counts(0, 5, None), "a state that was fetched: those that applied the step tell its values"
+
+
+def test_a_value_of_a_callback_on_a_commit_is_of_the_epoch_of_that_commit(mesh: DeviceMesh, tmp_path) -> None:
+    config, log = parse({"replicas": 2, "ranks_per_replica": 1}), mock.Mock()
+    one, job = OneRank(mesh, config), made(tmp_path, config)
+    one.callbacks.add("on_commit", lambda step: job.log({"norm": step.gradient_norm}))
+    parts = {"_runtime": one.runtime, "_driver": one.driver, "_live_state": one.live, "_log": log}
+    with mock.patch.multiple(job, create=True, **parts), mock.patch.object(Job, "replica", 0):
+        one.commit()
+    log.logged.assert_called_once_with(1, one.record().epoch, {"norm": 0.5})
 
 
 def test_before_the_first_batch_there_is_no_step_whose_values_these_are(tmp_path: Path) -> None:
