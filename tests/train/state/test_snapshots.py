@@ -157,7 +157,7 @@ def test_the_gate_is_opened_again_at_the_agent_that_comes_after(mesh: DeviceMesh
 
 def test_a_stopped_agent_holds_a_vote_up_once_and_is_replaced(mesh: DeviceMesh, place: Place) -> None:
     live, sharded = hold(mesh)
-    writer = place.writer(live, answer_s=0.3)
+    writer = place.writer(live, answer_s=1.0)
     walk(live, sharded, writer, 1)
     address, pid = writer.address, place.agent_pid()
     os.kill(pid, signal.SIGSTOP)  # for now it is awaited
@@ -168,7 +168,7 @@ def test_a_stopped_agent_holds_a_vote_up_once_and_is_replaced(mesh: DeviceMesh, 
     walk(live, sharded, writer, 2)
     assert writer.list()[0].state == live.state
     writer.close()
-    writer = place.writer(live, answer_s=0.3, join_s=1.5)
+    writer = place.writer(live, answer_s=1.0, join_s=3.0)
     os.kill(pid, signal.SIGSTOP)  # for good
     until(lambda: (walk(live, sharded, writer, 1), place.lost(over=True) == 2)[1])
     assert place.lost() == 2
