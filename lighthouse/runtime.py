@@ -195,5 +195,6 @@ def about(config: Config, live: bool = True) -> JobInfo:
         config.train.steps,
         live=live,
         replicas=config.replicas,
+        ranks_per_unit=config.ranks_per_unit,
         config={key: functools.reduce(getattr, key.split("."), config) for key in SHOWN},
     )

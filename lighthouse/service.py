@@ -169,7 +169,7 @@ class Service:
         s = self.state
         why = f"goes on from epoch {s.epoch}, head {s.head}" if s.grant else "nothing was ever granted"
         facts = {"term": s.term, "epoch": s.epoch, "config_hash": self._agreed.config_hash}
-        self._note("LighthouseStarted", why, facts)
+        self._note("LighthouseStarted", why, facts | {"target": s.target, "drained": sorted(s.drained)})
 
     # Requests.
 

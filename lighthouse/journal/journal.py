@@ -179,8 +179,8 @@ class JobJournal:
             self._note_commit(self._monotonic())
         for row, raw in zip(commits, telemetry.commits, strict=True):
             assert who.replica is not None
-            verdicts = self._stragglers.add(who.replica, row, row_checks.units_of(raw, who.replica))
-            self._note_stragglers(verdicts)
+            trained = row_checks.micro_batches_of(raw, who.replica, self.about.data_ranks)
+            self._note_stragglers(self._stragglers.add(who.replica, row, trained))
         self._watch()
         self._arm()
 

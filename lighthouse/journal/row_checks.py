@@ -159,13 +159,18 @@ def _checked(what: str, of: SchemaValidator, raw: Mapping[str, Any]) -> Row:
     return row
 
 
-def units_of(raw: Mapping[str, Any], replica: int) -> int:
-    """Return how many units of a commit row ``replica`` has trained; 1 if the row does not say."""
-    runs = raw.get("contributions")
-    mine = (
-        (c for c in runs if isinstance(c, Mapping) and c.get("replica") == replica) if type(runs) is list else ()
-    )
-    return min(MAX_COUNT, max(1, sum(int(c["units"]) for c in mine if type(c.get("units")) is int)))
+def micro_batches_of(raw: Mapping[str, Any], replica: int, data_ranks: int) -> int:
+    """Return how many micro-batches each rank of ``replica`` has trained by a commit row; 1 if it does not say.
+
+    Args:
+        data_ranks: of a replica with all its ranks; the row tells if it had fewer.
+    """
+    told = raw.get("contributions")
+    runs = told if type(told) is list else ()
+    mine = [c for c in runs if isinstance(c, Mapping) and c.get("replica") == replica]
+    units = sum(int(c["units"]) for c in mine if type(c.get("units")) is int)
+    narrow = (c["width"] for c in mine if type(c.get("width")) is int and 0 < c["width"] < data_ranks)
+    return min(MAX_COUNT, max(1, -(-units // next(narrow, data_ranks))))
 
 
 def plain(raw: Mapping[str, Any]) -> Row:

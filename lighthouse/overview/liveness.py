@@ -2,9 +2,10 @@
 
 Stragglers. All replicas commit a step together, so `step_s` does not tell them apart: fast replicas wait for slow
 ones. The own work of a replica is ``busy_s = step_s - sum(waits)``: data, forward, backward and optimizer. A
-straggler has more than twice the median of the others, for each unit that it trains, in 20 of its last 24 steps,
-and stops being one when that is so in at most 12. (With `quorum.batch: constant` one replica may train twice as
-many units as another.)
+straggler has more than twice the median of the others, for each micro-batch of a rank, in 20 of its last 24
+steps, and stops being one when that is so in at most 12. (With `quorum.batch: constant` the ranks of one replica
+may train twice as many as those of another. With `memory.shrink_to` a replica may have half its ranks, and train
+half the units in the same time.)
 
 Limits: it cannot tell *which rank* of a replica is slow (its ranks wait for each other inside FSDP's
 collectives, where no wait is counted); nor a slow *link* (both ends, and then the whole ring, wait in ``ftar``,
@@ -54,15 +55,15 @@ class Stragglers:
     def __init__(self, slots: int) -> None:
         self.busy_s: dict[int, float] = {}  # of the newest step of each replica
         self.step_s: dict[int, float] = {}
-        # step -> replica -> busy seconds, and units
+        # step -> replica -> busy seconds, and micro-batches of each rank
         self._open: dict[int, dict[int, tuple[float, int]]] = {}
         self._slow: list[deque[bool]] = [deque(maxlen=WINDOW) for _ in range(slots)]
         self._named: set[int] = set()
         self._judged = 0
         self.epoch = 0  # of the newest step
 
-    def add(self, replica: int, row: Mapping[str, Any], units: int = 1) -> list[StragglerVerdict]:
-        """Take a step as a contributor that trained ``units`` of it has measured it; return what changes."""
+    def add(self, replica: int, row: Mapping[str, Any], micro_batches: int = 1) -> list[StragglerVerdict]:
+        """Take a step as a contributor has measured it, and what each rank trained; return what changes."""
         if row["role"] != "contribute":
             return []
         step = row["step"]
@@ -73,7 +74,7 @@ class Stragglers:
         if step <= self._judged:
             return []
         here = self._open.setdefault(step, {})
-        here[replica] = busy, units
+        here[replica] = busy, micro_batches
         self.epoch = row["epoch"]
         due = {s for s in self._open if s <= step - OPEN_STEPS}
         if len(here) >= len(row["contributors"]):
@@ -92,17 +93,17 @@ class Stragglers:
         reported = self._open.pop(step)
         self._judged = max(self._judged, step)
         found: list[StragglerVerdict] = []
-        for replica, (mine, units) in reported.items():
+        for replica, (mine, micro_batches) in reported.items():
             others = [seconds / count for r, (seconds, count) in reported.items() if r != replica]
             if not others:
                 continue
-            usual = median(others) * units
+            usual = median(others) * micro_batches
             window = self._slow[replica]
             window.append(mine > FACTOR * usual and mine - usual > FLOOR_S)
             slow = sum(window)
             why = f"busy {mine:.2f} s where others need {usual:.2f} s; slow in {slow} of {len(window)} steps"
             if slow >= SLOW if replica not in self._named else slow <= SLOW_NO_MORE:
-                witnesses = sum(mine > FACTOR * units * each for each in others)
+                witnesses = sum(mine > FACTOR * micro_batches * each for each in others)
                 over = replica in self._named
                 self._named ^= {replica}
                 found.append(StragglerVerdict(replica, over, why, witnesses, self.epoch))

@@ -108,7 +108,12 @@ class JobInfo:
     steps: int  # to train
     live: bool = True  # False: a finished run is shown
     replicas: int | None = None  # with which the job begins; None: all slots
+    ranks_per_unit: int = 1  # ranks that train one unit together
     config: Mapping[str, object] = field(default_factory=dict, hash=False)  # what the page shows, by dotted key
+
+    @property
+    def data_ranks(self) -> int:
+        return self.ranks // self.ranks_per_unit
 
 
 class Overview:
@@ -317,6 +322,8 @@ class Overview:
             self.since = t
             self.term = max(self.term, int(row.get("term") or 0))
             self.epoch = max(self.epoch, int(row.get("epoch") or 0))
+            if "target" in row:  # the rows of orders may be gone, and an earlier version does not tell
+                self.lanes.scale(row["target"], t, "the lighthouse's store says so", row["drained"])
         self.outages = self.outages[-MAX_OUTAGES:]
 
     def _job(self) -> Json:

@@ -66,8 +66,7 @@ class Lane:
             self._placed = name == "ReplicaStarted"
             self._started(t, incarnation, reason)
         elif name == "OperatorOrdered" and row.get("order") in ("drain", "undrain"):
-            self.drained = row["order"] == "drain"
-            self._rest(t, reason)
+            self.ordered(self.beyond, row["order"] == "drain", t, reason)
         elif incarnation in self._gone and name not in _ENDS:
             return
         elif name in _ENDS:
@@ -85,11 +84,11 @@ class Lane:
         elif name == "StragglerSeen":
             self.straggler = not is_over(row)
 
-    def scaled(self, beyond: bool, t: float, reason: str) -> None:
-        """Take a new number of wanted replicas; ``beyond``: this one is not wanted."""
-        if beyond != self.beyond:
-            self.beyond = beyond
-            if self.since is not None:
+    def ordered(self, beyond: bool, drained: bool, t: float, reason: str) -> None:
+        """Take whether operators do not want this replica: the job was scaled down, or it is ``drained``."""
+        if (beyond, drained) != (self.beyond, self.drained):
+            self.beyond, self.drained = beyond, drained
+            if self.since is not None or drained:
                 self._rest(t, reason)
 
     def contributed(self, t: float, step: int) -> None:
@@ -249,10 +248,12 @@ class Lanes:
                 if lane.state == "training":
                     self._others.discard(replica)
 
-    def scale(self, target: int, t: float, reason: str) -> None:
+    def scale(self, target: int, t: float, reason: str, drained: Collection[int] | None = None) -> None:
+        """Take how many replicas are wanted, and which are ``drained``; None: as before."""
         self.target = target
         for lane in self.all:
-            lane.scaled(lane.replica >= target, t, reason)
+            away = lane.drained if drained is None else lane.replica in drained
+            lane.ordered(lane.replica >= target, away, t, reason)
 
     def shown(self) -> list[Lane]:
         return [lane for lane in self.settle() if lane.since is not None or not lane.beyond]

@@ -11,6 +11,8 @@ from ft_hsdp.core.grant import Continue, Grant, Refused
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, Wait
 from lighthouse import service as services
+from lighthouse.overview.alarms import Facts
+from lighthouse.overview.overview import JobInfo, JournalEntry, Overview
 from lighthouse.quorum.commands import CULPRIT_S, Culprit
 from lighthouse.runtime import LoggedFindings
 from lighthouse.store import StoreFailed
@@ -19,6 +21,7 @@ from tests.support.lighthouse.lighthouse_helpers import (
     MemoryStore,
     ask,
     at,
+    commit_row,
     events,
     granted,
     heard,
@@ -269,6 +272,23 @@ async def test_a_culprit_that_the_journal_names_is_evicted_once_if_the_operator_
             await quiet()
             assert [row["incarnation"] for row in events(rows, "ReplicaEvicted")] == [name(1)] * evicted
         assert len(events(rows, row["event"])) == 4
+
+
+async def test_the_overview_expects_no_replica_that_was_sent_away_before_the_lighthouse_started():
+    store = MemoryStore()
+    service, _ = make_service(4, store=store)
+    await granted(service, 0, 1, 2, 3)
+    service.command("scale", 0, "it is day", "here", target=3)
+    service.command("drain", 1, "it smokes", "here")
+    again, rows = make_service(4, store=MemoryStore(store.rows))
+    again.started()
+    overview = Overview(JobInfo("job", 4, 1, 10))
+    for row in rows:
+        overview.add(JournalEntry(overview.seq + 1, "event", row))
+    row = {**commit_row(1), "contributors": [0], "units": None}
+    overview.add(JournalEntry(overview.seq + 1, "commit", row))
+    facts = Facts.of(overview, False, time.time())
+    assert (facts.wanted, facts.missing) == (2, (2,))
 
 
 async def test_another_lighthouse_waits_before_it_evicts_a_culprit():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_hsdp import protocol
+from ft_hsdp.config import parse
 from ft_hsdp.core.traces import GroupTrace, Mark, RankId, RankTrace
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import MAX_COUNT, RankBeat, Telemetry
@@ -18,9 +19,10 @@ from lighthouse.journal import journal as module
 from lighthouse.journal import subscribers
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase, SqliteDatabase
 from lighthouse.journal.journal import LOOK_S, TRACED_S, JobJournal
-from lighthouse.journal.row_checks import MAX_REASON, MAX_ROW, units_of
+from lighthouse.journal.row_checks import MAX_REASON, MAX_ROW, micro_batches_of
 from lighthouse.overview.liveness import SILENT_S, STUCK_S
 from lighthouse.overview.overview import JobInfo, JournalEntry
+from lighthouse.runtime import about as about_job
 from tests.support.lighthouse import day
 from tests.support.lighthouse.lighthouse_helpers import NOW, commit_row, quiet
 
@@ -93,11 +95,11 @@ def kept(journal):
     return [entry.row for entry in journal.database.read(0, 1000)]
 
 
-def one_is_slow(journal, first=1, waits_s=0.1):
+def one_is_slow(journal, first=1, waits_s=0.1, **facts):
     """Tell of steps in which replica 1 is busy for 2.5 s, and the others for 1 s."""
     for step, replica in product(range(first, first + 24), range(3)):
         waits = {"ftar": waits_s if replica == 1 else 1.6}
-        row = commit_row(step, replica, step_s=2.6, waits=waits)
+        row = commit_row(step, replica, step_s=2.6, waits=waits, **facts)
         tell(journal, f"{replica}-a-0", commits=(row,), ranks=(RankBeat(0, 42, "node7", step),))
 
 
@@ -402,6 +404,20 @@ def test_a_straggler_whose_slow_rank_stays_unknown_is_told_of_without_it() -> No
         assert seen == [None] * told
 
 
+@pytest.mark.parametrize(("units", "told"), [(4, []), (2, ["2.50 s where others need 1.00 s"])])
+def test_a_replica_with_fewer_ranks_is_a_straggler_only_if_these_are_slow(units: int, told: list[str]) -> None:
+    """The data ranks of two replicas train 2 micro-batches in 1 s, the only one of replica 1 some in 2.5 s."""
+    clock = Clock()
+    config = parse({"replicas": 3, "ranks_per_replica": 4, "ranks_per_unit": 2, "entry": "train.py:main"})
+    journal = make(clock=clock, about=about_job(config))
+    runs = [{"replica": r, "units": units if r == 1 else 4, "width": int(r == 1)} for r in range(3)]
+    one_is_slow(journal, contributions=runs)
+    clock.seconds += TRACED_S + 1
+    tell(journal, ranks=(RankBeat(0, 1, "h", 1),))
+    seen = [r["reason"] for r in kept(journal) if r.get("event") == "StragglerSeen"]
+    assert [reason.partition(";")[0].removeprefix("busy ") for reason in seen] == told
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_straggler_that_ends_or_is_slow_no_more_before_its_rank_is_known_is_not_told_of(ends: bool) -> None:
     clock = Clock()
@@ -644,18 +660,20 @@ async def test_a_flood_of_one_message_does_not_wait_in_memory(journal):
 
 
 @pytest.mark.parametrize(
-    ("runs", "units"),
+    ("runs", "micro_batches"),
     [
-        ([{"replica": 1, "units": 2}, {"replica": 0, "units": 9}, {"replica": 1, "units": 4}], 6),
-        ([{"replica": 1, "units": 10**400}], MAX_COUNT),
+        ([{"replica": 1, "units": 8}, {"replica": 0, "units": 99}, {"replica": 1, "units": 16, "width": 0}], 6),
+        ([{"replica": 1, "units": 7, "width": 3}, {"replica": 1, "units": 5, "width": 3}], 4),
+        *(([{"replica": 1, "units": 8, "width": width}], 2) for width in (-1, 5, 10**400, 1.0, True, "1", None)),
+        ([{"replica": 1, "units": 10**400, "width": 3}], MAX_COUNT),
         ([{"replica": 1, "units": -3}], 1),
         ([{"replica": 1, "units": "3"}, {"replica": 1}, 7, None], 1),
         (None, 1),
         ({"replica": 1}, 1),
     ],
 )
-def test_the_units_of_a_replica_are_a_number_whatever_it_says(runs, units):
-    assert units_of({"contributions": runs}, 1) == units
+def test_the_micro_batches_of_a_rank_are_a_number_whatever_its_replica_says(runs, micro_batches):
+    assert micro_batches_of({"contributions": runs}, 1, 4) == micro_batches
 
 
 def test_numbers_that_another_lighthouse_may_have_given_are_left_out():

@@ -18,17 +18,17 @@ def row(step, busy, wait=0.0, contributors=(0, 1, 2), role="contribute"):
     return {**told, "contributors": list(contributors)}
 
 
-def run(stragglers, steps, busy, start=1, units=None):
+def run(stragglers, steps, busy, start=1, micro_batches=None):
     """Feed steps of which `busy(step)` gives the busy seconds of each replica; all wait for the slowest.
 
-    `units`: of each replica; one each by default.
+    `micro_batches`: of each rank, by replica; one each by default.
     """
     found = []
     for step in range(start, start + steps):
         here = busy(step)
         for replica, mine in here.items():
             waited = row(step, mine, max(here.values()) - mine, tuple(here))
-            found += stragglers.add(replica, waited, (units or {}).get(replica, 1))
+            found += stragglers.add(replica, waited, (micro_batches or {}).get(replica, 1))
     return found
 
 
@@ -81,11 +81,11 @@ def test_who_is_slow_beside_the_others(busy, slow):
     assert [found.replica for found in run(Stragglers(len(busy)), 100, lambda _: busy)] == slow
 
 
-def test_one_that_trains_more_units_is_compared_unit_by_unit(stragglers):
+def test_one_that_trains_more_is_compared_for_each_micro_batch(stragglers):
     """With `quorum.batch: constant` a replica may have two micro-batches where another has one."""
     quotas = {0: 1, 1: 3, 2: 1}
-    assert run(stragglers, WINDOW, slow, units=quotas) == []
-    (found,) = run(Stragglers(3), SLOW, lambda _: {0: 1.0, 1: 6.5, 2: 1.0}, units=quotas)
+    assert run(stragglers, WINDOW, slow, micro_batches=quotas) == []
+    (found,) = run(Stragglers(3), SLOW, lambda _: {0: 1.0, 1: 6.5, 2: 1.0}, micro_batches=quotas)
     assert found.reason.startswith("busy 6.50 s")
 
 

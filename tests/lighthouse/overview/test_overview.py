@@ -360,6 +360,20 @@ def test_stalled_drained_dead_and_excluded():
     assert timeline.told(0, 1e9, 1.0)[0]["kind"] == "silent"
 
 
+def test_a_lighthouse_that_starts_tells_whom_it_wants():
+    """The rows of old orders are gone: by the configuration all are wanted."""
+    away = [ev(10, "ReplicaExited", 2, kind="stopped"), ev(11, "LighthouseStarted", target=2, drained=[0])]
+    timeline = fold(away)
+    assert timeline.lanes.target == 2
+    assert [(r["replica"], r["state"], r["drained"]) for r in states(timeline.lanes.shown())] == [
+        *((0, "drained", True), (1, "down", False), (2, "drained", False))
+    ]
+    back = fold([*away, ev(12, "LighthouseStarted", target=3, drained=[])])
+    assert {lane.state for lane in back.lanes.all} == {"down"}
+    older = fold([*away, ev(12, "LighthouseStarted", term=5)])
+    assert (older.lanes.target, older.lanes.all[0].drained) == (2, True), "of a version that does not tell"
+
+
 def test_job_and_lighthouse():
     up = ev(0, "LighthouseStarted", term=5, epoch=0)
     again = ev(15, "LighthouseStarted", term=6, epoch=1)
