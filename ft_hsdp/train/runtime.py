@@ -118,6 +118,7 @@ class RankRuntime:
         self._progress = 0  # what the main thread has got done: see `moved`
         self.snapshot_s = 0.0  # for which the newest vote waited for the snapshot of the state before
         self._pauses = pauses
+        pauses.lend(self._lent)
         self._arena = Arena()
         self._wires = wires(config, model)
         self._plane = device_plane(device, self._arena, RingSettings.of(config), max(model.sizes), self._wires[0])
@@ -207,6 +208,10 @@ class RankRuntime:
         assert isinstance(self._bus, RankZero)
         found: Holders | None = self._call(self._bus.client.find_holders(self.identity.replica, wait_s))
         return found
+
+    def _lent(self) -> contextlib.AbstractContextManager[None]:
+        """Lend the state to the user's code, when what is due is copied. Blocks until then."""
+        return self.live_state.lent(self.snapshots.wait)
 
     def join(self, state: StateId, wanted: int = 0) -> None:
         """Join the job with ``state``. Blocks until all ranks of the replica have checked in.

@@ -191,6 +191,7 @@ class StepDriver:
     def feed(self, reader: Reader[Batch], order: RunBatch) -> Iterator[Batch]:
         """Yield the micro-batches of this replica in the next step, as ``order`` says."""
         log, runtime = self.here.log, self.here.runtime
+        self._model.reshard()  # the loop may have put other weights in, and run a forward
         self._fed += 1
         if self._fed > 1:  # what this step begins with
             self._take_back(order.step, between=True)
@@ -232,8 +233,7 @@ class StepDriver:
             runtime.moved()
             self._taken = False
             yield move(batch, self._device)
-            self._check_trained(plan.trained[-1])
-        self._hand_over(plan)  # a loop without optim.step holds nobody up
+            self._check_trained(plan)
 
     def _leave_out(self, plan: StepPlan) -> None:
         """Take a gradient that is not finite to the reducer instead of training what is left, until the verdict.
@@ -269,15 +269,19 @@ class StepDriver:
         more = " ..." if len(found) > SHOWN_SAMPLES else ""
         return f"; their samples are {', '.join(map(str, found[:SHOWN_SAMPLES]))}{more}"
 
-    def _check_trained(self, trained: TrainedMicroBatch) -> None:
+    def _check_trained(self, plan: StepPlan) -> None:
         """Check that the loop has trained a micro-batch before it asks for the next one, for which all wait."""
-        if self._taken or trained.weight == 0 or self._model.trained():
+        if self._taken:
             return
-        which = f"no backward for {_named(trained.at)}"
-        out = (
-            "leave the loss as it is if it is not finite (train.poison leaves the batch out), or make it 0 * loss"
-        )
-        raise ConfigError("job.batches", which, f"a backward for each batch on each rank; to pass over one, {out}")
+        trained = plan.trained[-1]
+        if trained.weight != 0 and not self._model.trained():
+            which, way = f"no backward for {_named(trained.at)}", "a backward for each batch on each rank"
+            out = "leave the loss as it is if it is not finite (train.poison leaves the batch out)"
+            raise ConfigError("job.batches", which, f"{way}; to pass over one, {out}, or make it 0 * loss")
+        if not plan.left:  # some buckets are made in `end` alone
+            which = f"no optim.step after {_named(trained.at)}"
+            allowed = "optim.step after each batch; train.accumulate adds gradients up"
+            raise ConfigError("job.batches", which, allowed)
 
     def _await_quota(self, plan: StepPlan) -> None:
         """Wait for the order to reduce the step, which says how many units are this replica's.
@@ -313,7 +317,10 @@ class StepDriver:
             self._look(self._step, every=True)
         self._model.finish(self.replica)
         self._taken = True
-        self._hand_over(plan)
+        flat, self._last_bucket = self._last_bucket, None
+        if flat is not None:  # the loss is known now
+            last = len(self._model.sizes) - 1
+            self.here.runtime.reducer.ready(last, flat, plan.contributions(self.replica), plan.loss())
         self._model.check_gradients()
         return self._conclude(plan)
 
@@ -372,13 +379,6 @@ class StepDriver:
                 why = "the state does not have it, so replicas may differ"
                 journal.event("JobDoubted", f"{why}: {ways(place)}", **facts)
 
-    def _hand_over(self, plan: StepPlan) -> None:
-        """Take the last bucket to the reducer, if backward has made it: the loss is known now."""
-        flat, self._last_bucket = self._last_bucket, None
-        if flat is not None:
-            last = len(self._model.sizes) - 1
-            self.here.runtime.reducer.ready(last, flat, plan.contributions(self.replica), plan.loss())
-
     def carry_out(
         self,
         order: ApplyOrder | DropGradient | KeepOrder | LoadOrder | Reduce | WriteCheckpoint,
@@ -421,7 +421,8 @@ class StepDriver:
         fault_injection.reach("apply-begin", record.step)
         last = self.last = CommittedStep.of(record, live_state.rate(record))
         with self._ends_the_rank():
-            live_state.apply(record, reduced, self.clip, partial(self._callbacks.call, "on_commit", last))
+            then = partial(self._callbacks.call, "on_commit", last, self._model.reshard)
+            live_state.apply(record, reduced, self.clip, then)
         fault_injection.reach("apply-end", record.step)
         runtime.snapshots.mark_current(record.state_id)
         runtime.copies.mark_current(record.state_id)
@@ -443,7 +444,7 @@ class StepDriver:
 
     def _rejoined(self) -> None:
         with self._ends_the_rank():
-            self._callbacks.call("on_rejoin", self.step)
+            self._callbacks.call("on_rejoin", self.step, self._model.reshard)
 
     @contextlib.contextmanager
     def _ends_the_rank(self) -> Iterator[None]:

@@ -50,9 +50,14 @@ def main() -> None:
         loss.backward()
         optim.step(loss=2 * loss.detach())
         if job.step % EVERY == 0:
+            params = list(model.parameters())
             with job.pause("evaluation"), torch.no_grad():
+                for param in params:  # other weights for a while
+                    param.mul_(2)
                 value = model(data.batch(0, 0, 0))
                 time.sleep(EVALUATION_S if job.replica == job.rank == 0 else 0)  # stands for a long evaluation
+                for param in params:
+                    param.mul_(0.5)
             job.log({"eval/loss": value})
     whole = job.full_state_dict()
     found = {

@@ -330,7 +330,7 @@ def test_parameters_that_are_replaced_or_frozen_later_are_refused(mesh, change) 
     taken.check()
     once(model, 0)
     taken.check()
-    param_groups.reshard(model)
+    taken.reshard()
     change(model)
     refused(taken.check, r"job.adopt: got 'other trainable parameters in the model'; allowed: ")
 

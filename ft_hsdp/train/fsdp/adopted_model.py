@@ -245,6 +245,8 @@ class AdoptedModel:
             ConfigError: The model cannot be adopted.
         """
         self.model = model
+        self._fsdp_modules = param_groups.fsdp_modules(model)
+        self._raw_groups = tuple(param_groups.raw_groups(model))
         self._ready = ready
         self._find_unused = find_unused
         self._ranks = ranks
@@ -336,7 +338,7 @@ class AdoptedModel:
             self._check_used()
             for bucket in self.buckets:
                 bucket.used.clear()
-        for module in param_groups.fsdp_modules(self.model):
+        for module in self._fsdp_modules:
             module.set_requires_gradient_sync(last, recurse=False)
             module.set_is_last_backward(last)
         for bucket in self.buckets:
@@ -417,6 +419,10 @@ class AdoptedModel:
             bucket.used.clear()
         if self.moving is not None:
             self.moving.drop()
+
+    def reshard(self) -> None:
+        """Put the sharded parameters into the model: a forward without backward leaves others, which get old."""
+        param_groups.reshard(self._raw_groups)
 
     def capture(self) -> None:
         """Take what others than forward have changed in the moving buffers into the state, within a commit."""

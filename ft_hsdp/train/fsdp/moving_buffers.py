@@ -74,7 +74,7 @@ class Place:
 
 def places(model: nn.Module) -> dict[str, Place]:
     """Return the buffers and parameters of ``model`` by name; one that is shared by its first name."""
-    param_groups.reshard(model)
+    param_groups.reshard(param_groups.raw_groups(model))
     found: dict[str, Place] = {}
     seen: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=False):

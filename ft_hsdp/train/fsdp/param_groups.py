@@ -162,7 +162,7 @@ COMMUNICATIONS: tuple[str, ...] = ("_all_gather_comm", "_reduce_scatter_comm")
 def watch(model: nn.Module, meter: SpanMeter) -> None:
     """Have ``meter`` told of each all-gather and reduce-scatter of ``model``, until `unwatch`."""
     unwatch(model)
-    for raw in _raw_groups(model):
+    for raw in raw_groups(model):
         for name in COMMUNICATIONS:
             communication = getattr(raw, name, None)
             if communication is not None:  # some torch has no communications that can be replaced
@@ -170,17 +170,18 @@ def watch(model: nn.Module, meter: SpanMeter) -> None:
 
 
 def unwatch(model: nn.Module) -> None:
-    for raw in _raw_groups(model):
+    for raw in raw_groups(model):
         for name in COMMUNICATIONS:
             watched = getattr(raw, name, None)
             if isinstance(watched, _Watched):
                 setattr(raw, name, watched.communication)
 
 
-def reshard(model: nn.Module) -> None:
-    """Put the sharded parameters into ``model``: after a forward alone, the root has the whole ones."""
-    for module in fsdp_modules(model):
-        module.reshard()
+def reshard(groups: Iterable[Any]) -> None:
+    """Put the sharded parameters of torch's ``groups`` into the model: a forward alone leaves whole ones there."""
+    for raw in groups:
+        if not raw.is_sharded:
+            raw.reshard()
 
 
 def find(
@@ -194,11 +195,11 @@ def find(
     Args:
         ranks_per_unit: So many ranks that follow each other train the same micro-batches (tensor parallelism).
     """
-    reshard(model)
+    reshard(raw_groups(model))
     names = {id(m): plain_name(n) or "the model" for n, m in model.named_modules(remove_duplicate=False)}
     found: list[ParamGroup] = []
     widths: dict[str, int] = {}  # by name of a group, also a frozen one: ranks over which it is sharded
-    for raw in _raw_groups(model):
+    for raw in raw_groups(model):
         name = ", ".join(dict.fromkeys(names.get(id(m), type(m).__name__) for m in raw.modules))
         trainable = [p for p in raw.fsdp_params if p.sharded_param.requires_grad]
         _check(name, raw, (p.sharded_param for p in raw.fsdp_params))
@@ -218,7 +219,7 @@ def find(
     return found[::-1]
 
 
-def _raw_groups(model: nn.Module) -> Iterator[Any]:
+def raw_groups(model: nn.Module) -> Iterator[Any]:
     """Yield each of torch's groups once, those of outer modules first. Modules of one list share their state."""
     seen: set[int] = set()
     for module in fsdp_modules(model):

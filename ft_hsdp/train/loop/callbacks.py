@@ -66,10 +66,13 @@ class Callbacks:
         self._of[kind].append(callback)
         return callback
 
-    def call(self, kind: str, argument: object) -> None:
+    def call(self, kind: str, argument: object, after: Callable[[], None] = lambda: None) -> None:
         """Call what waits for a committed step, for a state that replaces the live one, or for the end.
 
         Where one exits with 0, the others are called all the same, and `leave` exits.
+
+        Args:
+            after: Called after each.
         """
         for callback in self._of[kind]:
             try:
@@ -78,6 +81,7 @@ class Callbacks:
                 if end.code or kind == "on_leave":
                     raise
                 self._exit = end
+            after()
 
     def leave(self) -> None:
         """Exit now, between two steps, if a callback has exited with 0."""

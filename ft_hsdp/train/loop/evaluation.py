@@ -88,4 +88,4 @@ class Evaluation(Generic[Batch]):
             model.train(modes[0][1])
             for module, training in modes:
                 module.training = training
-            param_groups.reshard(model)  # or the root had these weights after the next update
+            param_groups.reshard(param_groups.raw_groups(model))  # or the loop would meet whole parameters

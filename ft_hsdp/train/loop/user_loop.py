@@ -12,6 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -285,6 +286,7 @@ class UserLoop:
 
         The other replicas wait for this one beyond `ftar.timeout_s`, and `timeouts.step_s` does not count; status
         and page show it. A rank that dies meanwhile, or whose process stands still, is found at once as ever.
+        The block may put other weights into the model, if it puts the old ones back: no copy is made of them.
 
         Args:
             what: What it does, in a few words.
@@ -297,11 +299,8 @@ class UserLoop:
         Raises:
             ConfigError: It is within another pause, or an argument is something else.
         """
-        self._pauses.begin(*checked_pause(what, limit_s, self._longest_pause_s))
-        try:
+        with self._pauses.during(*checked_pause(what, limit_s, self._longest_pause_s)):
             yield
-        finally:
-            self._pauses.end()
 
     @property
     def step(self) -> int:
@@ -323,6 +322,21 @@ class Pauses:
     ended: int = 0  # how many there were
     _now: tuple[str, float] | None = None  # what it is for, and until when it may last
     _others: dict[int, float] = field(default_factory=dict)  # by rank: until when its pause may last
+    _lent: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # see `lend`
+
+    def lend(self, lent: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have each pause be within ``lent()``, where other weights may be in the model (`LiveState.lent`)."""
+        self._lent = lent
+
+    @contextlib.contextmanager
+    def during(self, what: str, limit_s: float) -> Iterator[None]:
+        """Make a pause of a ``with`` block, as `begin` and `end` do."""
+        self.begin(what, limit_s)
+        try:
+            with self._lent():
+                yield
+        finally:
+            self.end()
 
     def begin(self, what: str, limit_s: float) -> None:
         """Note that the main thread does something else, which is no hang for ``limit_s`` seconds."""

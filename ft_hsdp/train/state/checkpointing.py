@@ -7,7 +7,6 @@ files are those of `state.checkpoint`.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -195,9 +194,7 @@ class CheckpointSaver:
 
     def close(self, deadline_s: float) -> None:
         until = time.monotonic() + deadline_s
-        copied = threading.Event()
-        self._snapshots.after(copied.set)
-        copied.wait(deadline_s)
+        self._snapshots.wait(deadline_s)
         self._checkpointer.close(max(0.0, until - time.monotonic()))
 
     def _write(self, state: StateId, manifest: ShardManifest | None, packed: Bytes | None) -> None:

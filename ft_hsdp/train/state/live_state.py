@@ -160,7 +160,9 @@ class LiveState:
         self._lane_pieces: tuple[LanePlan, list[Pieces]] | None = None  # of the newest plan
         self._written: torch.cuda.Event | None = None  # what a copy of the state waits for
         self._recorded = "", ""  # lineage of the state that was packed last, and the digest of its slice then
-        self._lock = threading.Lock()  # held by what changes or copies the state
+        self._lock = threading.Condition()  # held by what changes or copies the state
+        self._looking = threading.Lock()  # held while a part of the state is compared
+        self._lent = False  # whether the user's code may have put other weights in, which are no state
         self._summarize = device_summaries(self._live[0].device)
         if self._summarize is not None:
             self._slice(StateId(0, 0, ""))  # loads what else looks at a slice on the device
@@ -243,6 +245,7 @@ class LiveState:
         with self._lock:
             if self.state is None or record.prev != self.state.lineage:
                 raise RuntimeError(f"record of step {record.step} does not build on {self.state}")
+            self._model.reshard()
             if record.updates:
                 finish(record, reduced[: self._model.gradients], clip, self._model.data_ranks)
                 self._model.assign(reduced, min(record.contributors))
@@ -252,6 +255,7 @@ class LiveState:
             self._groups.advance(record)
             fault_injection.reach("apply-middle", record.step)
             self._model.clear()
+            self._lent = True
             then()
             self._model.capture()
             self._groups.settle()  # a callback may have set a rate
@@ -293,11 +297,35 @@ class LiveState:
         if tensors:
             self._live[-len(tensors) :] = tensors.values()
         self._written = written(local(self._live[0]))
+        self._lent = False
+        self._lock.notify_all()
+
+    @contextlib.contextmanager
+    def lent(self, wait: Callable[[], object]) -> Iterator[None]:
+        """Let the user's code put other weights in, and the old ones back: they are neither copied nor compared.
+
+        On the main thread. A step that is applied meanwhile ends it.
+
+        Args:
+            wait: Blocks until the copies that are due are made; not called in a callback on a commit.
+        """
+        if self._lent:  # in such a callback
+            yield
+            return
+        wait()
+        with self._lock, self._looking:
+            self._lent = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._renew()
 
     def _reading(self) -> contextlib.AbstractContextManager[None]:
         return reading(self._live[0].device, self._written)
 
     def _become(self, state: StateId, ledger: Ledger, user: Values) -> None:
+        self._model.reshard()
         self._user.load(user)
         self._renew()
         self._model.clear()
@@ -305,13 +333,14 @@ class LiveState:
         self.state = state
 
     def pack(self, state: StateId, into: Bytes) -> ShardManifest | None:
-        """Copy the shard. Called on the snapshots' thread; blocks during an update.
+        """Copy the shard. Called on the snapshots' thread; blocks during an update, and while it is `lent`.
 
         Returns:
             The manifest, with checksums of the live tensors; None if the live state is another one by now. Then
             nothing is copied.
         """
         with self._lock:
+            self._lock.wait_for(lambda: not self._lent)
             if state != self.state:
                 return None
             with self._reading():
@@ -341,16 +370,17 @@ class LiveState:
         For use between two updates: an update must not run meanwhile.
 
         Returns:
-            The xxh3-128 in hex; "" if another state is held.
+            The xxh3-128 in hex; "" if another state is held, or it is `lent`.
 
         Raises:
             DataCorruption: The slice is not what it was when this state was packed. Only `apply` and `load` change
                 a state, so the memory is at fault, or a program that writes into parameters by itself.
         """
-        state = self.state
-        if state is None or state.lineage != lineage_held:
-            return ""
-        digest = self._slice(state)
+        with self._looking:
+            state = self.state
+            if state is None or state.lineage != lineage_held or self._lent:
+                return ""
+            digest = self._slice(state)
         recorded, then = self._recorded
         if recorded == lineage_held and then != digest:
             where = f"slice {state_id.slice_number(state.step)} of {state}"
@@ -363,7 +393,7 @@ class LiveState:
     def lane_digests(self, plan: LanePlan) -> list[str]:
         """Return, for each lane of this rank, the digest of the slice that its owners compare with the next vote.
 
-        For use between two updates, like `slice_digest`.
+        For use between two updates, like `slice_digest`. [] while the state is `lent`.
         """
         assert self.state is not None
         shards = [local(t) for t in self._live]
@@ -376,7 +406,9 @@ class LiveState:
         held = [as_bytes(shard) for shard in shards]
         more = [self._user.encoded if lane.ring.number == 0 else b"" for lane in plan.lanes]
         both = zip(self._lane_pieces[1], more, strict=True)
-        with self._reading():
+        with self._looking, self._reading():
+            if self._lent:
+                return []
             return [lane_digest(self.state.step, mine, held, user) for mine, user in both]
 
     def _pieces(self, state: StateId) -> tuple[tuple[int, int, int], ...]:

@@ -192,6 +192,12 @@ class SnapshotWriter:
         else:
             last.add_done_callback(lambda _: then())
 
+    def wait(self, deadline_s: float | None = None) -> bool:
+        """Return whether all orders so far are carried out within ``deadline_s``. Blocks until then."""
+        done = threading.Event()
+        self.after(done.set)
+        return done.wait(deadline_s)
+
     def save(self, state: StateId, then: Callable[[ShardManifest | None, Bytes | None], None]) -> None:
         """Copy the live state for a checkpoint, beside the agent's memory. Does not block.
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ft_hsdp.config import parse
 from ft_hsdp.core.effects import Exit
@@ -17,6 +18,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, ConfigError
 from ft_hsdp.train.loop.callbacks import CallbackFailed, Callbacks, CommittedStep
 from ft_hsdp.train.orders import ApplyOrder, LoadOrder
+from ft_hsdp.train.state.packing import local
 from tests.support.refused import refused
 from tests.support.state.odd_model import batch
 from tests.support.train.one_rank import START, STEP, OneRank
@@ -125,6 +127,46 @@ def test_a_state_that_is_loaded_is_told_and_has_no_step_before_it(one: OneRank) 
     assert one.driver.last.step == 2
 
 
+def test_no_weights_outlive_a_forward_without_backward(one: OneRank) -> None:
+    """FSDP2 keeps the whole parameters of the root after it; a loop may also put other weights in for it."""
+    seen: list[bool] = []
+    params = [local(p) for p in one.params.values()]
+
+    def look(_: object = None) -> None:
+        seen.append(all(isinstance(p, DTensor) for p in one.model.parameters()))
+
+    @torch.no_grad()
+    def forward(_: object = None) -> None:
+        alone = type(one.model)()
+        alone.load_state_dict({name: p.full_tensor() for name, p in one.params.items()})
+        seen.append(float(one.model(batch(0))) == float(alone(batch(0))))
+
+    for kind in ("on_commit", "on_rejoin"):
+        for callback in (forward, look, forward):
+            one.callbacks.add(kind, callback)
+    one.commit()
+    state, packed = one.live.state, np.empty(one.live.layout.nbytes, dtype=np.uint8)
+    assert state is not None
+    manifest = one.live.pack(state, packed)
+    assert manifest is not None
+    forward()
+    one.commit()
+    look()
+    forward()
+    one.driver.carry_out(LoadOrder(manifest, packed))
+    look()
+    for param in params:
+        param.mul_(0.125)
+    forward()
+    for param in params:
+        param.mul_(8)
+    one.feed((0, 1))
+    assert one.micro_batch()
+    forward()
+    assert seen == [True] * len(seen)
+    assert len(seen) == 3 * 3 + 6
+
+
 def test_a_rank_that_begins_with_a_state_is_told(one: OneRank) -> None:
     seen: list[int] = []
     one.callbacks.add("on_rejoin", seen.append)
@@ -171,10 +213,16 @@ def test_the_loss_may_be_given_after_backward(one: OneRank, loss: Any) -> None:
     assert told(one)[-1] == 1.5
 
 
-def test_a_loop_that_asks_for_the_next_batch_without_a_step_holds_nobody_up(one: OneRank) -> None:
+def test_a_loop_that_asks_for_the_next_batch_without_a_step_is_told_so(one: OneRank) -> None:
+    """Not one that has left, nor one that the job ends."""
     trained(one)
+    refused(one.micro_batch, "no optim.step after batch", key="job.batches")
+    trained(one)
+    one.batches.close()  # type: ignore[attr-defined]
+    trained(one)
+    one.orders.put(Exit(0, "enough"))
+    assert not one.optim.step()
     assert not one.micro_batch()
-    assert len(told(one)) == len(one.adopted.sizes)
 
 
 @pytest.mark.parametrize("loss", [torch.ones(2), torch.ones(0), "1.5", True, torch.tensor(1j), [1.0]])

@@ -54,7 +54,6 @@ def expected(one: OneRank) -> float:
 
 
 def test_every_third_step_and_the_last_one_are_evaluated_with_the_weights_of_that_step(one: OneRank) -> None:
-    """FSDP2 keeps the root's whole parameters after a forward; the next update must not leave them behind."""
     evaluation, found = of(one), []
     for step in range(1, 9):
         one.commit()
@@ -77,6 +76,7 @@ def test_nothing_of_training_is_other_than_before(one: OneRank) -> None:
     plan = one.driver.plan = StepPlan(Ledger.empty(2), 1, 1, 1, ((0, 1),))
     plan.begin()
     modes, random = [m.training for m in one.model.modules()], torch.get_rng_state()
+    params = {id(p) for p in one.model.parameters()}
     one.model(batch(0)).backward()
     told = plan.trained[-1].loss
     of(one, loss_of, pause=pause).at(3)
@@ -84,6 +84,7 @@ def test_nothing_of_training_is_other_than_before(one: OneRank) -> None:
     assert seen == [(False, False, False)] * BATCHES
     assert pause.return_value.__exit__.called
     assert [m.training for m in one.model.modules()] == modes
+    assert {id(p) for p in one.model.parameters()} == params
     assert torch.equal(torch.get_rng_state(), random)
     assert plan.trained[-1].loss is told, "the loss of an evaluation was taken for that of the micro-batch"
 

@@ -18,7 +18,7 @@ from ft_hsdp.train.loop.user_loop import Pauses, checked_pause
 from ft_hsdp.train.rank_zero import OtherRank, RankZero
 from ft_hsdp.train.runtime import RankRuntime
 from tests.support.refused import refused
-from tests.support.train.one_rank import OneRank
+from tests.support.train.one_rank import START, OneRank
 from tests.support.waiting import until
 from tests.train.test_job import made
 
@@ -41,12 +41,17 @@ def runtime(mesh: DeviceMesh, tmp_path: Path, paused: Pauses) -> Iterator[RankRu
 
 
 def test_a_pause_is_announced_while_it_lasts(runtime: RankRuntime, paused: Pauses) -> None:
+    """What is due is copied before, and the weights may be others than those of the state meanwhile."""
     assert (runtime.main_progress(), paused.left_s(), paused.what) == (0, 0.0, "")
-    paused.begin("evaluation", 100.0)
-    assert runtime.main_progress() is None, "the watchdog does not count"
-    assert 0 < paused.left_s() <= 100
-    assert paused.what == "evaluation"
-    paused.end()
+    runtime.snapshots, held = mock.Mock(), runtime.live_state
+    assert held.slice_digest(START.lineage)
+    with paused.during("evaluation", 100.0):
+        assert runtime.main_progress() is None, "the watchdog does not count"
+        assert 0 < paused.left_s() <= 100
+        assert paused.what == "evaluation"
+        runtime.snapshots.wait.assert_called_once_with()
+        assert not held.slice_digest(START.lineage)
+    assert held.slice_digest(START.lineage)
     assert (runtime.main_progress(), paused.left_s(), paused.what) == (1, 0.0, "")
 
 

@@ -305,6 +305,64 @@ def test_an_update_waits_for_a_copy(mesh: DeviceMesh, monkeypatch: pytest.Monkey
     assert bytes(got[0][1]) == want
 
 
+def test_weights_that_the_loop_puts_in_for_a_while_are_neither_copied_nor_compared(mesh: DeviceMesh) -> None:
+    live, sharded = hold(mesh)
+    want, got = bytes(packed(live)[1]), list[Any]()
+    copier = threading.Thread(target=lambda: got.append(packed(live)))
+    params, copied = [local(p) for p in sharded.params.values()], mock.Mock()
+    plan = mock.Mock(widths=(1,), lanes=[mock.Mock(owners=((1, 0),))])
+    with live.lent(copied):
+        copied.assert_called_once_with()
+        for param in params:
+            param.mul_(2)
+        copier.start()
+        copier.join(0.2)
+        assert (live.slice_digest(START.lineage), live.lane_digests(plan)) == ("", [])
+        for param in params:
+            param.mul_(0.5)
+    copier.join(30)
+    assert bytes(got[0][1]) == want
+    assert live.slice_digest(START.lineage)
+    assert live.lane_digests(plan) != []
+
+
+def test_the_loop_gets_no_state_that_is_being_compared(mesh: DeviceMesh) -> None:
+    live, taken, within = hold(mesh)[0], threading.Event(), live_state.within
+
+    def lend() -> None:
+        with live.lent(mock.Mock()):
+            taken.set()
+
+    lender = threading.Thread(target=lend)
+
+    def slow(*args: Any) -> Any:
+        lender.start()
+        assert not taken.wait(0.2)
+        return within(*args)
+
+    with mock.patch.object(live_state, "within", slow):
+        assert live.slice_digest(START.lineage)
+    lender.join(30)
+    assert taken.is_set()
+
+
+def test_a_step_that_is_applied_within_a_pause_is_a_state_and_its_callbacks_wait_for_no_copy(mesh) -> None:
+    live, sharded = hold(mesh)
+    copied = mock.Mock()
+
+    def pauses() -> None:
+        with live.lent(copied):
+            pass
+
+    live.apply(record(START), sums(sharded), 0.5, pauses)
+    copied.assert_not_called()
+    with live.lent(mock.Mock()):
+        (state,) = steps(live, sharded, 1)
+        assert live.slice_digest(state.lineage)
+    pauses()
+    copied.assert_called_once_with()
+
+
 def test_the_digest_knows_no_sharding_but_every_change(mesh: DeviceMesh) -> None:
     _, sharded = hold(mesh)
     plain = {n: p.detach().clone() for n, p in Odd().named_parameters()}

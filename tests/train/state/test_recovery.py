@@ -30,7 +30,7 @@ from tests.support.state.memory_of_hosts import (
 from tests.support.state.widths import TOKEN
 from tests.support.waiting import until
 from tests.train.state.test_live_state import hold
-from tests.train.state.test_snapshots import Place, done, walk
+from tests.train.state.test_snapshots import DEADLINE_S, Place, walk
 from tests.train.state.test_snapshots import place as place
 
 ALONE = Recoverer(0, 1, "h0", TOKEN, lambda _: None, 0.0, 30.0)  # the lighthouse does not answer
@@ -67,10 +67,10 @@ def test_a_damaged_copy_is_passed_over(mesh: DeviceMesh, place: Place) -> None:
     last, _ = hold(mesh, seed=6)
     flip(older)
     again.mark_current(older)  # another copy of what is held
-    assert done(again)
+    assert again.wait(DEADLINE_S)
     again.request(older, 60.0)  # a donor finds it, and makes one more
     settle = Settle(older, True)
-    until(lambda: (again.order(settle), done(again), place.events().count("SnapshotCorrupt") == 2)[-1])
+    until(lambda: (again.order(settle), again.wait(DEADLINE_S), place.events().count("SnapshotCorrupt") == 2)[-1])
     again.close()
     final = place.writer(last)
     assert came_back(last, final, place) == older

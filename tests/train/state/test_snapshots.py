@@ -79,12 +79,6 @@ def place(tmp_path: Path) -> Iterator[Place]:
         agent.wait()
 
 
-def done(writer: SnapshotWriter) -> bool:
-    event = threading.Event()
-    writer.after(event.set)
-    return event.wait(DEADLINE_S)
-
-
 def walk(live: LiveState, sharded: Any, writer: SnapshotWriter, count: int) -> None:
     """Steps as a job does them."""
     for _ in range(count):
@@ -94,7 +88,7 @@ def walk(live: LiveState, sharded: Any, writer: SnapshotWriter, count: int) -> N
         assert live.state is not None
         writer.order(Settle(before, writer.keeps(before)))
         writer.mark_current(live.state)
-        assert done(writer)  # the vote on the next step
+        assert writer.wait(DEADLINE_S)  # the vote on the next step
 
 
 def test_what_was_kept_outlives_the_rank(mesh: DeviceMesh, place: Place) -> None:
@@ -125,7 +119,7 @@ def test_on_demand_only_what_is_wanted_is_kept(mesh: DeviceMesh, place: Place) -
     assert live.state is not None
     wanted = live.state
     writer.request(wanted, 60.0)
-    assert done(writer)
+    assert writer.wait(DEADLINE_S)
     walk(live, sharded, writer, 3)
     assert [k.state for k in writer.list()] == [wanted]
     twin, twin_sharded = hold(mesh)
@@ -142,7 +136,7 @@ def test_the_gate_is_opened_again_at_the_agent_that_comes_after(mesh: DeviceMesh
     writer = place.writer(live)
     pages: list[Bytes] = []
     writer.open_gate(pages.append)
-    assert done(writer)
+    assert writer.wait(DEADLINE_S)
     assert len(pages) == 1
     os.kill(place.agent_pid(), signal.SIGKILL)
     writer.mark_current(START)
@@ -151,7 +145,7 @@ def test_the_gate_is_opened_again_at_the_agent_that_comes_after(mesh: DeviceMesh
     os.kill(place.agent_pid(), signal.SIGKILL)
     writer.order(Settle(START, True))
     until(lambda: place.lost(over=True) == 2)
-    assert done(writer)
+    assert writer.wait(DEADLINE_S)
     assert len(pages) == 2, "it is not to be open any more"
 
 
@@ -250,7 +244,7 @@ def test_a_checkpoint_gets_a_copy_that_stays_as_it_is(mesh: DeviceMesh, place: P
     writer = place.writer(live)
     got: list[Any] = []
     writer.save(START, lambda manifest, packed: got.append((manifest, packed)))
-    assert done(writer)
+    assert writer.wait(DEADLINE_S)
     ((manifest, packed),) = got
     before = packed.copy()
     walk(live, sharded, writer, 3)
@@ -273,6 +267,6 @@ def test_a_checkpoint_without_memory_for_its_copy_is_said_and_ends_nothing(mesh,
     with monkeypatch.context() as without:
         without.setattr(snapshots, "np", Full)
         writer.save(START, lambda *copy: got.append(copy))
-        assert done(writer)
+        assert writer.wait(DEADLINE_S)
     assert got == [(None, None)]
     walk(live, sharded, writer, 2)
