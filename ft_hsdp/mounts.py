@@ -118,6 +118,19 @@ def need(folder: Path, key: str, *abilities: Ability) -> tuple[Ability, ...]:
     return missing
 
 
+def need_store(folder: Path) -> None:
+    """Check that a lighthouse without etcd can keep its store in a folder.
+
+    Raises:
+        ConfigError: locks may fail there, and two lighthouses on two machines could both have the store.
+    """
+    mount = mount_of(folder)
+    if mount is not None and mount.kind.removeprefix("fuse.") in LOCKLESS:
+        where = f"locks may fail on {mount.kind} at {mount.place}"
+        allowed = f"the URLs of an etcd, such as [http://HOST:2379], or a job.runs_dir on a local disk ({where})"
+        raise ConfigError("lighthouse.etcd", [], allowed)
+
+
 def _lock(folder: Path) -> None:
     with (folder / "file").open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,7 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from ft_hsdp.core import state_id
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
 from ft_hsdp.jsonl import DiskThread, clear_way, set_aside
-from ft_hsdp.mounts import LOCKLESS, mount_of
+from ft_hsdp.mounts import need_store
 from lighthouse.placement.state import remembered as placed
 from lighthouse.quorum.rules import remembered
 from lighthouse.quorum.state import LighthouseState, Policy
@@ -190,10 +190,7 @@ class SqliteStore(Store):
         self._format = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            mount = mount_of(path)
-            if mount is not None and mount.kind in LOCKLESS:
-                allowed = f"a local disk ({mount.place} is {mount.kind}, where locks may fail), or lighthouse.etcd"
-                raise ConfigError("lighthouse store", str(path), allowed)
+            need_store(path)
             self._lock = _lock(path)
             clear_way(path)
             try:

@@ -44,7 +44,7 @@ from ft_hsdp.launch.backend.processes import kept_port
 from ft_hsdp.launch.backend.ranks import WHY, HeldRanks, LocalRanks, Watch
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.protocol import ProcessReport, SupervisorReply
-from ft_hsdp.train.identity import host_path
+from ft_hsdp.train.identity import host_name, host_path
 
 AGAIN_S = 0.2  # to the next report, after one without an answer, or with an old one that came at once
 LAST_S = 2.0  # for the answer to the last report
@@ -370,7 +370,10 @@ def ranks_of(incarnation: str, host: str, kept: Mapping[int, KeptRank]) -> Assig
 def agent_path(config: Config, environment: Mapping[str, str], replica_id: int | None = None) -> str:
     """Return the path of a host in the job: that of the machine, or of one replica's agent on it.
 
+    Its name is unique, also where hosts are lost with one machine (FT_HSDP_NODE).
+
     Raises:
         ConfigError: `hosts.labels` or the environment cannot be used.
     """
-    return host_path(config.hosts.labels, environment) + ("" if replica_id is None else f"-r{replica_id}")
+    where, slash, _ = host_path(config.hosts.labels, environment).rpartition("/")
+    return f"{where}{slash}{host_name(environment)}" + ("" if replica_id is None else f"-r{replica_id}")

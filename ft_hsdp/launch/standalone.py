@@ -251,9 +251,10 @@ def _join_elsewhere(run: RunDir, config: Config, url: str, trusted: tls.Trusted,
     else:
         claim = make_run(run, config, token)
     recorded = read_json(run.lighthouse) or {}
-    if set(urls_of_run(recorded)) != set(urls):
-        who = recorded if another(recorded) else {"pid": 0}  # the lighthouse may be on this machine
-        replace_json(run.lighthouse, {**who, "url": urls[0], "urls": list(urls)})
+    wrote = recorded if recorded.get("pid") else {}  # by the lighthouse, maybe on another machine
+    every = list(dict.fromkeys((*urls_of_run(wrote), *urls)))
+    if set(urls_of_run(recorded)) != set(every):
+        replace_json(run.lighthouse, {"pid": 0, "url": urls[0], **wrote, "urls": every})
     return claim
 
 

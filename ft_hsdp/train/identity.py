@@ -5,7 +5,7 @@ up its model first, and is assigned to a replica when one needs it. `Incarnation
 torchrun's environment (`FromEnvironment`) or the supervisor (`launch.backend.zygote.AssignmentLine`).
 
 A host is what is lost at once: a machine, as a rule. Where one machine stands for several hosts, FT_HSDP_HOST
-names the rank's host, and each host has a state agent of its own.
+names the rank's host, and each host has a state agent of its own; FT_HSDP_NODE names what they are lost with.
 
 The fork server and a supervisor read this module, so it does not need torch.
 """
@@ -37,6 +37,7 @@ from ft_hsdp.secret import worker_token
 from ft_hsdp.state.agent.starter import AgentMain, Starter
 
 HOST_VARIABLE = "FT_HSDP_HOST"  # the name of the rank's host, if its machine has several
+NODE_VARIABLE = "FT_HSDP_NODE"  # the machine, if several such hosts are lost with it
 HOSTS_VARIABLE = "FT_HSDP_HOSTS"  # the names of the hosts of all ranks of the replica, with commas between
 FATAL_VARIABLE = "FT_HSDP_FATAL_UNITS"  # runs of units that have ended the processes which trained them, as JSON
 
@@ -132,7 +133,7 @@ def fatal_units(environment: Mapping[str, str]) -> tuple[Run, ...]:
 
 
 def host_path(labels: Mapping[str, str], environment: Mapping[str, str]) -> str:
-    """Return where this rank's host stands, as `ft_hsdp.memory.hosts` writes it.
+    """Return where this rank's host stands, as `ft_hsdp.memory.hosts` writes it: a copy is apart if that differs.
 
     Args:
         labels: `hosts.labels` of the configuration, which come first.
@@ -140,7 +141,7 @@ def host_path(labels: Mapping[str, str], environment: Mapping[str, str]) -> str:
     Raises:
         ConfigError: FT_HSDP_DOMAINS or Slurm's topology cannot be read.
     """
-    return str(locate(host_name(environment), labels, environment)[0])
+    return str(locate(plain(environment.get(NODE_VARIABLE) or host_name(environment)), labels, environment)[0])
 
 
 def early_agent(config: Config, run: Path, replica: int, main: AgentMain) -> Starter | None:

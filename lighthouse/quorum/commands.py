@@ -17,7 +17,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ft_hsdp.core.grant import ranks_of
 from ft_hsdp.core.host_report import MachineRanks
 from ft_hsdp.memory.hosts import Host
 from lighthouse.placement.signs import has_host, listed_hosts, spare_hosts
@@ -130,13 +129,20 @@ def plan_culprit(
         return Impossible(409, f"fewer than {s.policy.min_replicas} replicas would be left (quorum.min_replicas)")
     if since_s < CULPRIT_S:
         return Impossible(409, f"a culprit was evicted or moved {since_s:.0f} s ago")
-    at = [path for path, ranks in ranks_of(member.hosts) if found.rank in ranks or len(member.hosts) == 1]
-    if found.kind == SLOW and at:
-        host = Host.parse(at[0]).name
+    if found.kind == SLOW and (host := _host_of(s, r, found.rank)):
         moved = _drain_host(s, host, now, force=False)
         if isinstance(moved, CommandPlan) and moved.due:
             return replace(moved, host=host)
     return _evict(s, r, condemned)
+
+
+def _host_of(s: LighthouseState, r: int, rank: int | None) -> str:
+    """Return the name of the host with a rank, as its agent says it: ranks may have another one; "": not known."""
+    placed, placing = s.placement.replicas[r : r + 1], s.policy.placing
+    used = next((me.used for me in placed if me.incarnation == s.views[r].incarnation), ())
+    if len(used) > 1 and placing is not None:
+        used = () if rank is None else used[rank // placing.each :]
+    return used[0] if used else ""
 
 
 def execute(s: LighthouseState, command: Commanded) -> Step:

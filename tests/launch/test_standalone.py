@@ -15,6 +15,7 @@ from ft_hsdp.http_proof import HEADER, keys_of
 from ft_hsdp.jsonl import replace_json
 from ft_hsdp.launch import backend, host, standalone
 from ft_hsdp.launch.run.directory import RunDir, make_run, read_json, write_job_files
+from ft_hsdp.lifetime import identity
 from lighthouse.quorum.state import Policy
 from lighthouse.store import SqliteStore
 from tests.support.answering import Answering, serving
@@ -91,6 +92,19 @@ def test_nothing_is_written_before_the_lighthouse_has_taken_the_token(config, ur
         spoil(run.token)
         assert host.replica(config, 0, url, HOLDER) == 7
         assert run.token.read_text() == GOOD
+
+
+@pytest.mark.parametrize("pid", [1, 0])
+def test_another_name_of_a_lighthouse_is_added_to_what_that_wrote(config, url, tmp_path, monkeypatch, pid) -> None:
+    """It may be on another machine, where its pid is known. What a replica wrote, pid 0, is written anew."""
+    run = RunDir(tmp_path / "job")
+    make_run(run, config, GOOD).release()
+    said = {**identity(), "pid": pid, "host": "node7", "boot": "another", "url": NOBODY}
+    replace_json(run.lighthouse, said)
+    monkeypatch.setenv("FT_HSDP_TOKEN", GOOD)
+    assert host.replica(config, 0, url, HOLDER) == 7
+    added, anew = {**said, "urls": [NOBODY, url]}, {"pid": 0, "url": url, "urls": [url]}
+    assert read_json(run.lighthouse) == (added if pid else anew)
 
 
 def test_a_replica_of_another_job_leaves_a_run_that_lives_alone(config, url, tmp_path, monkeypatch) -> None:

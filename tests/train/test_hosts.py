@@ -5,6 +5,7 @@ import pytest
 
 from ft_hsdp.config import parse
 from ft_hsdp.core.restart import IncarnationId
+from ft_hsdp.launch.agent import agent_path
 from ft_hsdp.train.identity import RankPlace, begin, host_name, host_path
 from tests.support.refused import refused
 
@@ -47,6 +48,14 @@ def test_a_path_is_what_is_known_of_a_host(labels: dict[str, str], more: dict[st
 def test_a_host_is_its_machine_unless_it_has_a_name_of_its_own() -> None:
     assert host_name({}) == socket.gethostname()
     assert host_name({"FT_HSDP_HOST": "a/strange name" + "e" * 100}) == ("a-strange-name" + "e" * 100)[:64]
+
+
+@pytest.mark.parametrize(("labels", "where"), [({}, "s0/s2/"), ({"node7": "a/"}, "a//")])
+def test_hosts_on_one_node_are_one_host_for_copies_and_each_has_its_agent(labels, where) -> None:
+    told = {"FT_HSDP_NODE": "node7", "FT_HSDP_HOST": "node7-3", "SLURM_TOPOLOGY_ADDR": "s0.s2.node7"}
+    config = parse({"hosts": {"labels": labels}})
+    assert (host_path(labels, told), agent_path(config, told)) == (f"{where}node7", f"{where}node7-3")
+    assert agent_path(config, told, 1) == f"{where}node7-3-r1"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ PLACES = re.compile(  # variables by which launchers tell a rank its place: torc
     r"|SLURM_(PROCID|LOCALID|NTASKS|NPROCS|GTIDS|TASKS_PER_NODE|STEP_(NUM_TASKS|TASKS_PER_NODE))"
     r"|(OMPI_COMM_WORLD|OMPI_UNIVERSE|MV2_COMM_WORLD|PMI|PMIX)_.*|MPI_LOCAL(RANKID|NRANKS))"
 )
-OURS = re.compile(f"FT_HSDP_(HOSTS?|FATAL_UNITS|CONFIG|REPLICA)|{MARK_VARIABLE}")  # in a rank of ours
+OURS = re.compile(f"FT_HSDP_(HOSTS?|NODE|FATAL_UNITS|CONFIG|REPLICA)|{MARK_VARIABLE}")  # in a rank of ours
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

@@ -16,7 +16,7 @@ from ft_hsdp.launch.doctor.network import tokens
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
 from ft_hsdp.launch.run.directory import alive, read_json, run_of
 from ft_hsdp.launch.standalone import another_agent, name_of_agent
-from ft_hsdp.mounts import Ability, existing, mount_of, need
+from ft_hsdp.mounts import Ability, existing, mount_of, need, need_store
 from ft_hsdp.train.identity import host_name
 
 
@@ -104,13 +104,11 @@ def disk(subject: Subject) -> str:
     built_in = config.entry is None  # else the sizes of data and model are not known
     tokens = 2 * config.data.max_bytes if built_in else 0
     checked = [_room(Path(config.job.runs_dir), "job.runs_dir", LOG_BYTES + tokens)]
-    _missing(Path(config.job.runs_dir), "job.runs_dir", Ability.LOCKS, Ability.RENAME)
+    store = not (config.lighthouse.etcd or subject.lighthouses)
+    _missing(Path(config.job.runs_dir), "job.runs_dir", Ability.LOCKS, Ability.RENAME, store=store)
     if config.checkpoint.dir is not None:
         most = (config.checkpoint.keep + 1) * STORED_COPIES * weights(config) if built_in else 0
         checked.append(_room(Path(config.checkpoint.dir), "checkpoint.dir", most))
-    mount = mount_of(Path(config.job.runs_dir))
-    if mount is not None and mount.network and not config.lighthouse.etcd:
-        checked.append(f"job.runs_dir is on {mount.kind}, but the lighthouse's SQLite needs a local disk")
     return "; ".join(checked)
 
 
@@ -130,9 +128,11 @@ def checkpoint(subject: Subject) -> str:
     return f"{config.checkpoint.dir} is on {where}{spans} ({mount.kind} at {mount.place}){missing}"
 
 
-def _missing(folder: Path, key: str, *needed: Ability) -> str:
-    """Return what is not needed and not there, as the end of a sentence."""
+def _missing(folder: Path, key: str, *needed: Ability, store: bool = False) -> str:
+    """Return what is not needed and not there, as the end of a sentence; a lighthouse may have its store there."""
     try:
+        if store:
+            need_store(folder)
         missing = need(folder, key, *needed)
     except ConfigError as error:
         raise Bad(str(error)) from None

@@ -8,6 +8,7 @@ which is on a file system that all nodes share.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 from pathlib import Path
@@ -16,6 +17,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.config.entry import is_function, locate
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.render.settings import COMMAND, Shape, Site, check, dump, shape, spread, what_runs
+from ft_hsdp.mounts import Ability, need, need_store
 
 NOTICE_S = 60  # Slurm checks time limits only this often
 
@@ -121,7 +123,8 @@ _START = {
     "replica": """run "$python" @COMMAND@ replica "$runs/$name-slurm-$element.yaml" --replica "$element"
 """,
     "machine": """\
-export FT_HSDP_HOST="${SLURMD_NODENAME:-$(hostname -s)}-$element"   # elements may share a node
+export FT_HSDP_NODE="${SLURMD_NODENAME:-$(hostname -s)}"   # elements may share a node: then they are lost together
+export FT_HSDP_HOST="$FT_HSDP_NODE-$element"
 run "$python" @COMMAND@ host "$runs/$name-slurm-$element.yaml"
 """,
 }
@@ -152,6 +155,11 @@ def slurm(config: Config, site: Site) -> str:
     check(site)
     layout = shape(config, site)
     config = _absolute(spread(config, layout))
+    runs = Path(config.job.runs_dir)
+    if not config.lighthouse.etcd:
+        need_store(runs)
+    with contextlib.suppress(OSError):  # it is elsewhere: its lighthouse checks it
+        need(runs, "job.runs_dir", Ability.LOCKS, Ability.RENAME)
     command = " ".join(COMMAND)
     # The node of the lighthouse is known only when it starts, so the script gives its name then.
     host = '--network.host="$(hostname)" ' if config.network.host == "0.0.0.0" else ""

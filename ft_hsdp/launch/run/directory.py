@@ -147,6 +147,18 @@ def another(recorded: object) -> bool:
     return isinstance(recorded, Mapping) and recorded.get("pid") != os.getpid() and alive(recorded)
 
 
+def runs_here(run: RunDir) -> bool:
+    """Return whether a supervisor or a lighthouse of a run runs on this machine."""
+    return alive(read_json(run.supervisor)) or alive(read_json(run.lighthouse))
+
+
+def _may_run(run: RunDir) -> bool:
+    """Return whether a lighthouse of another host, or of another start of this one, is named: it can be asked."""
+    recorded = read_json(run.lighthouse) or {}
+    other = any(recorded.get(key, value) != value for key, value in here().items())
+    return "url" in recorded and (other or recorded.get("pid") == 0)  # 0: it was given by its URL alone
+
+
 def make_run(
     run: RunDir, config: Config, token: str | None = None, said: object = None, *, ended: bool = False
 ) -> Claim:
@@ -335,6 +347,8 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
 def find_running(runs_dir: Path, name: str | None) -> RunDir:
     """Return the run called `name`, as `find_run` takes it; without a name the running one that is newest.
 
+    Whether a job runs whose lighthouse is on another machine, that alone knows: it is for the caller to ask it.
+
     Raises:
         ConfigError: There is no such run.
         LighthouseUnreachable: It does not run, or nothing under `runs_dir` does.
@@ -345,19 +359,22 @@ def find_running(runs_dir: Path, name: str | None) -> RunDir:
             raise LighthouseUnreachable(f"no job runs under {runs_dir}")
         return newest
     run = find_run(runs_dir, name)
-    if not (alive(read_json(run.supervisor)) or alive(read_json(run.lighthouse))):
+    if not (runs_here(run) or _may_run(run)):
         raise LighthouseUnreachable(f"the job in {run.path} does not run")
     return run
 
 
 def newest_live(runs_dir: Path) -> RunDir | None:
-    """Return the running job under `runs_dir` that was started last; None if no job runs."""
+    """Return the running job under `runs_dir` that was started last; None if no job runs.
+
+    A job of this machine comes before one of which only another host knows whether it runs.
+    """
     found = []
     for file in [*runs_dir.glob("*/supervisor.json"), *runs_dir.glob("*/lighthouse.json")]:
         with contextlib.suppress(OSError):
             found.append((file.stat().st_mtime, file))
-    newest = next((file for _, file in sorted(found, reverse=True) if alive(read_json(file))), None)
-    return RunDir(newest.parent) if newest else None
+    runs = [RunDir(file.parent) for _, file in sorted(found, reverse=True)]
+    return next((run for runs_now in (runs_here, _may_run) for run in runs if runs_now(run)), None)
 
 
 def try_write_json(path: Path, value: object) -> None:

@@ -10,7 +10,8 @@ import httpx
 from ft_hsdp import secret, tls
 from ft_hsdp.config import load
 from ft_hsdp.control.lighthouse_client import get_proved, urls_of_run
-from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json, read_jsonl
+from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json, read_jsonl, runs_here
 from ft_hsdp.tls import Trusted
 from lighthouse.http.access import page_link
 
@@ -22,12 +23,17 @@ def status(run: RunDir) -> Status:
     """Return the state of a running job: the document of `status --json`.
 
     What the lighthouse does not say is read from the run's files.
+
+    Raises:
+        LighthouseUnreachable: it does not answer, and nothing of the job runs on this machine.
     """
     config = load(run.config)
     leader = read_json(run.lighthouse) or {"pid": None, "url": None}
     urls = urls_of_run(leader)
     trusted = tls.trusted(config.network)
     answer = next(filter(None, (_ask(run, f"{url}/v1/status", trusted) for url in urls)), None)
+    if answer is None and not runs_here(run):
+        raise LighthouseUnreachable(f"the job in {run.path} may have ended: {', '.join(urls)} does not answer")
     reported: dict[int, Row] = {row["replica"]: row for row in (answer or {}).get("replicas", [])}
     placed = (answer or {}).get("hosts", [])
     elsewhere = set[int]() if run.supervisor.exists() else {row["replica"] for row in placed}

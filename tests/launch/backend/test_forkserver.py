@@ -216,11 +216,11 @@ async def test_all_that_a_rank_started_ends_with_it(run_dir: RunDir, plan: Plan)
 def test_a_process_of_a_job_has_no_place_in_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     foreign = ("RANK", "TORCHELASTIC_USE_AGENT_STORE", "PET_NNODES", "SLURM_PROCID", "PMI_RANK", "MASTER_PORT")
     stays = ("NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "SLURM_TOPOLOGY_ADDR", "SLURM_JOB_ID")
-    for name in (*foreign, *stays, "FT_HSDP_HOST"):
+    for name in (*foreign, *stays, "FT_HSDP_HOST", "FT_HSDP_NODE"):
         monkeypatch.setenv(name, "1")
     assert environment().keys() & {*foreign, *stays, "FT_HSDP_HOST"} == {*stays, "FT_HSDP_HOST"}
     monkeypatch.setenv(MARK_VARIABLE, UNMARKED)  # in a rank of ours its host is no wish of an operator
-    assert environment().keys() & {"FT_HSDP_HOST", MARK_VARIABLE} == set()
+    assert environment().keys() & {"FT_HSDP_HOST", "FT_HSDP_NODE", MARK_VARIABLE} == set()
 
 
 async def test_a_rank_that_was_never_heard_of_is_gone_at_the_end(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ft_hsdp import mounts
 from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.doctor import (
@@ -324,7 +325,8 @@ def test_on_which_file_system_a_path_lies(tmp_path: Path) -> None:
 
 def test_where_checkpoints_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "mountinfo").write_bytes(os.fsencode(MOUNTINFO.format(tmp_path)))
-    monkeypatch.setattr(storage, "mount_of", lambda path: mount_of(path, tmp_path / "mountinfo"))
+    for module in (storage, mounts):
+        monkeypatch.setattr(module, "mount_of", lambda path: mount_of(path, tmp_path / "mountinfo"))
     (tmp_path / "net").mkdir()
     at = {"checkpoint": {"every": 10, "dir": f"{tmp_path}/net/c"}}
     here = {"checkpoint": {"every": 10, "dir": f"{tmp_path}/c"}, "network": {"host": "0.0.0.0"}}
@@ -335,7 +337,11 @@ def test_where_checkpoints_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ({"checkpoint": {"every": 1}}, "set checkpoint.dir"),
     ):
         assert word in storage.checkpoint(Subject(parse(config)))
-    assert "SQLite" in storage.disk(Subject(parse({"job": {"runs_dir": f"{tmp_path}/net/runs"}})))
+    job = {"job": {"runs_dir": f"{tmp_path}/net/runs"}}
+    with pytest.raises(Bad, match=r"lighthouse\.etcd: .*nfs4"):
+        storage.disk(Subject(parse(job)))
+    storage.disk(Subject(parse({**job, "lighthouse": {"etcd": ["http://a:2379"]}})))
+    storage.disk(Subject(parse(job), lighthouses=("http://a:1",)))
 
 
 def test_text_is_counted_and_not_prepared(tmp_path: Path) -> None:

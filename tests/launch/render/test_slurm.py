@@ -10,17 +10,21 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from ft_hsdp import mounts
 from ft_hsdp.config import Config, load, parse
 from ft_hsdp.launch import cli
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.render.settings import Site
 from ft_hsdp.launch.render.slurm import slurm
 from ft_hsdp.launch.run.directory import read_json, read_jsonl
+from ft_hsdp.mounts import Ability, Mount
 from tests.support.aborted import aborted
 from tests.support.launch.slurm_cluster import SlurmCluster
+from tests.support.os_faults import poor
 from tests.support.refused import refused
 from tests.support.waiting import until
 
@@ -38,6 +42,7 @@ exit 1   # Slurm would end the script now
 """
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "$0.log"
+echo "${FT_HSDP_NODE-} ${FT_HSDP_HOST-}" >> "$0.host.log"
 trap 'exit 143' TERM
 [ "$FAKE_CODE" != wait ] || { touch "$0.runs"; sleep 60 & wait; }
 exit "$FAKE_CODE"
@@ -166,7 +171,8 @@ def test_an_element_is_the_replica_of_its_number(fakes: Fakes) -> None:
 )
 def test_an_element_is_a_machine_where_replicas_have_several_or_some_spare(tmp_path, sizes, nodes, hosts) -> None:
     fakes = Fakes(tmp_path, NETWORK, *sizes, nodes=nodes)
-    assert fakes.element(0).wait(20) == 0
+    assert fakes.element(0, SLURMD_NODENAME="node7").wait(20) == 0
+    assert fakes.log("python.host") == ["node7 node7-1"]
     settings = tmp_path / "runs/quickstart-slurm-1.yaml"
     (ran,) = fakes.log("python")
     assert ran.split() == ["-m", "ft_hsdp.launch.cli", "host", str(settings)]
@@ -236,6 +242,16 @@ def test_a_lighthouse_whose_time_is_up_is_queued_again(fakes: Fakes) -> None:
 )
 def test_what_slurm_would_misread_is_one_line(tmp_path, site, overrides, key) -> None:
     refused(lambda: slurm(_config(tmp_path, *overrides), site), key=key)
+
+
+def test_a_folder_in_which_no_lighthouse_would_start_is_refused_when_the_script_is_made(tmp_path: Path) -> None:
+    etcd = "--lighthouse.etcd=[http://a:2379]"
+    with mock.patch.object(mounts, "mount_of", return_value=Mount(tmp_path, "lustre", ())):
+        line = refused(lambda: slurm(_config(tmp_path), Site()), f"lustre at {tmp_path}", "lighthouse.etcd")
+        assert "[http://HOST:2379]" in line, "the value"
+        assert "http://a:2379" in slurm(_config(tmp_path, etcd), Site())
+        with poor(tmp_path, Ability.LOCKS):
+            refused(lambda: slurm(_config(tmp_path, etcd), Site()), "lustre has no locks", "job.runs_dir")
 
 
 def test_paths_mean_the_same_on_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

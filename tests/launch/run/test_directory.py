@@ -180,9 +180,14 @@ def test_the_newest_run_that_lives_is_found(tmp_path: Path) -> None:
         file = RunDir(tmp_path / name).supervisor
         replace_json(file, named)
         os.utime(file, (n, n))
-    newest = newest_live(tmp_path)
-    assert newest is not None
-    assert newest.path == tmp_path / "b"
+    for name, more in {"d": {"url": "http://node7:1"}, "e": {}}.items():
+        replace_json(RunDir(tmp_path / name).lighthouse, {**identity(), "host": "node7", "boot": "its", **more})
+    for found, left in {"b": "ab", "d": ""}.items():  # one of this machine first, then one that can be asked
+        newest = newest_live(tmp_path)
+        assert newest is not None
+        assert newest.path == tmp_path / found
+        for name in left:
+            RunDir(tmp_path / name).supervisor.unlink()
 
 
 def test_of_two_that_make_one_run_at_a_time_one_has_it(tmp_path: Path) -> None:
