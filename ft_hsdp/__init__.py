@@ -28,7 +28,7 @@ Read the packages in this order; each has an essay of its own:
 
 The modules beside them serve several packages: `event_table` (what each event says and means) and `jsonl` (the
 files of events); `handshake`, `http_proof`, `record_layer`, `tls`, `secret`, `caller_gate` and `bounded` (who may
-call, and what a stranger can cost); `address`, `claim`, `lifetime`, `mounts`; `fault_injection`.
+call, and what a stranger can cost); `address`, `claim`, `control_groups`, `lifetime`, `mounts`; `fault_injection`.
 
 To add an event, begin in `event_table`; a key, in `config`; a message, in `protocol`; a rule of a replica, in
 `core`, of the membership, in `lighthouse.quorum`; a source of copies, in `train.state.recovery`; a scheduler whose

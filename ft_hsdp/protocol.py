@@ -93,6 +93,7 @@ class SupervisorReply:
     wrong: bool = False  # it is `halted` because of its configuration or its script
     lost: tuple[int, ...] = ()  # replicas that were given up, and at the end of a halted job all that are not done
     cordoned: tuple[str, ...] = ()  # hosts that get no ranks any more
+    placed: tuple[int, ...] = ()  # replicas that have a place on the host, also while they wait for other hosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,7 +289,8 @@ class Service:
         mine, lost = () if refused else signs.assigned(self.state, name), signs.lost_replicas(self.state)
         finished, halted = signs.fate(self.state, host)
         reply = replace(reply, finished=finished, halted=halted, wrong=self.state.placement.wrong, refused=refused)
-        return replace(reply, lost=lost, assigned=mine, seen=signs.seen(self.state, name))
+        placed = signs.placed(self.state, name)
+        return replace(reply, lost=lost, assigned=mine, seen=signs.seen(self.state, name), placed=placed)
 
     def processes(self, report: ProcessReport) -> SupervisorReply:
         """Take what is known of the processes of replicas, and return how far the job is.

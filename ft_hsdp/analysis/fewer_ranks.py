@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ft_hsdp.analysis.costs import Assumptions, HostAway
 from ft_hsdp.analysis.plan_table import Document
 from ft_hsdp.core.units import UnitPolicy
-from ft_hsdp.memory.copies import SLOTS, MemberHosts, coverage, default_copies, missing_copies, room
+from ft_hsdp.memory.copies import OWN_SLOTS, SLOTS, MemberHosts, coverage, default_copies, missing_copies, room
 from ft_hsdp.memory.hosts import Host, known
 from ft_hsdp.memory.lanes import Tensors, without_rows
 
@@ -109,7 +109,8 @@ def _rows(
         made = missing_copies(members, wanted, level, room(config.memory.budget_gb, shard))
         held = coverage(members, made, level)
         protected = held > 1 and not made.unprotected
-        of_hosts = {host.name: SLOTS * -(-state_bytes // width) * narrow.count(host) for host in narrow}
+        own = (OWN_SLOTS if made.copies else SLOTS) * -(-state_bytes // width)
+        of_hosts = {host.name: own * narrow.count(host) for host in narrow}
         for copy in made.copies:
             if copy.holder.name in of_hosts:
                 of_hosts[copy.holder.name] += SLOTS * shard

@@ -26,7 +26,7 @@ from ft_hsdp.analysis.fewer_ranks import fewer_ranks, tensors
 from ft_hsdp.analysis.plan_table import Document, size_of
 from ft_hsdp.analysis.survival import expected_losses, probability, survivable
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.memory.copies import SLOTS, MemberHosts, Plan, default_copies, missing_copies, room, unmet
+from ft_hsdp.memory.copies import OWN_SLOTS, SLOTS, MemberHosts, Plan, default_copies, missing_copies, room, unmet
 from ft_hsdp.memory.hosts import LEVELS, Host, Level, known, locate
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _host_rows(
             "replica": where,
             "ranks": ranks,
             "copies": (kept := copies.get(host.name, [])),  # of [replica, rank]
-            "bytes": SLOTS * shard * (len(ranks) + len(kept)),
+            "bytes": shard * ((OWN_SLOTS if made.copies else SLOTS) * len(ranks) + SLOTS * len(kept)),
         }
 
 

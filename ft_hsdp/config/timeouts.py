@@ -163,7 +163,7 @@ class TimeoutsConfig(Section):
     checkpoint_again_s: ClassVar[Derived] = Derived("load_s", 0.1, "a disk that is slow or full needs time")
     # For the imports of the process from which ranks are forked.
     boot_s: ClassVar[Derived] = Derived("load_s", 0.2, "modules are read from a disk, or over a network")
-    # For which a host's state agent keeps its copies without a rank; then it frees the memory.
+    # For which a host's state agent keeps its copies without a rank, if its replica has no place there.
     linger_s: ClassVar[Derived] = Derived("load_s", 1.0, "who reads the copies may take that long")
 
     @classmethod

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -44,11 +45,14 @@ from ft_hsdp.launch.backend.processes import kept_port
 from ft_hsdp.launch.backend.ranks import WHY, HeldRanks, LocalRanks, Watch
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.protocol import ProcessReport, SupervisorReply
-from ft_hsdp.train.identity import host_name, host_path
+from ft_hsdp.secret import current, worker_token
+from ft_hsdp.state.agent.starter import visit
+from ft_hsdp.train.identity import HOST_VARIABLE, host_name, host_path
 
 AGAIN_S = 0.2  # to the next report, after one without an answer, or with an old one that came at once
 LAST_S = 2.0  # for the answer to the last report
 LOOK_S = 1.0  # between two looks whether a rank is stopped, and at the kernel's log
+VISITS = 8  # of a state agent that waits for its ranks, before it would end
 STOPPED = 2  # times evict_s until a rank that is stopped is killed: the lighthouse knows more, and acts first
 
 
@@ -103,6 +107,7 @@ class HostAgent:
         self._port = kept_port(own_address(config.network.host, client.url))
         self.held: dict[str, HeldRanks] = {}  # by incarnation; one that was held is never started again
         self._seen, self._number = "", 0
+        self._placed: tuple[int, ...] = ()  # replicas that have a place here
         self._problem: str | None = None  # why the last report failed; "": it did not; None: there was none
         self._leaving = False
         self._code: int | None = None  # with which this process ends once no rank is left
@@ -132,7 +137,7 @@ class HostAgent:
             Retryable: The lighthouse refuses this host, or a script did not end after the last step.
             InvalidArgument: Its configuration is not the job's.
         """
-        looking = asyncio.create_task(self._look())
+        beside = asyncio.create_task(self._look()), asyncio.create_task(self._visit())
         try:
             self._ranks.keep_spares()
             if self._ranks.lone:
@@ -147,7 +152,7 @@ class HostAgent:
                 raise Retryable(self._cut)
             return self._code
         finally:
-            tasks = (*self._starts, *self._open, looking)
+            tasks = (*self._starts, *self._open, *beside)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -173,6 +178,18 @@ class HostAgent:
             for held in self.held.values():
                 held.end_stopped(STOPPED * self._config.timeouts.evict_s)
                 held.give_up(self._config.timeouts.gone_s)
+
+    async def _visit(self) -> None:
+        """Have the state agents here wait for replicas that have a place here, until cancelled.
+
+        Ranks that wait for another host come back late, and need what is in memory.
+        """
+        while True:
+            await asyncio.sleep(self._config.timeouts.linger_s / VISITS)
+            for replica in self._placed:
+                name = self.name if self._named else os.environ.get(HOST_VARIABLE, "")
+                with contextlib.suppress(OSError, RuntimeError, FtHsdpError):  # none is here, or no thread is left
+                    await asyncio.to_thread(visit, worker_token(current(self._run.token)), replica, name)
 
     async def _exchange(self) -> None:
         """Send a report and act on the answer; leave it open when something changes on this host."""
@@ -265,6 +282,7 @@ class HostAgent:
             for held in self.held.values() if reply.halted else ():
                 held.leave(timeouts.stop_s)
             asyncio.get_running_loop().call_later(allowed_s, self._cut_off, allowed_s)
+        self._placed = reply.placed
         names = {each.incarnation for each in reply.assigned}
         for name, held in self.held.items():
             held.wanted = name in names
@@ -285,6 +303,11 @@ class HostAgent:
         if self._ranks.lone and reply.step and not reply.assigned and self._code is None:
             self._ranks.pool.want(1)
         self._seen = reply.seen
+
+    @property
+    def _named(self) -> bool:
+        """Return whether its ranks have its name: there may be several hosts on its machine."""
+        return self._replica is None and not self._only
 
     @property
     def _failure(self) -> int:
@@ -342,7 +365,7 @@ class HostAgent:
             run.replica(held.replica).mkdir(parents=True, exist_ok=True)
             if port is not None:
                 port.close()
-            await self._ranks.start(held, self.name, self._replica is None and not self._only)
+            await self._ranks.start(held, self.name, self._named)
             held.write()
         except (FtHsdpError, OSError, ValueError) as error:
             held.failed = one_line(str(error))[:WHY]

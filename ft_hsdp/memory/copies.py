@@ -21,6 +21,7 @@ from ft_hsdp.memory.placement import groups, holders, probing
 
 MAX_COPIES = 128  # shards of other hosts that one agent keeps, at most
 SLOTS = 2  # of a shard in the steady state: one is written while the other is kept
+OWN_SLOTS = 3  # of a rank's own where copies are made: the newest state with copies may be none of the two newest
 
 Domain = tuple[str, ...]
 

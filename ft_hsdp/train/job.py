@@ -55,7 +55,7 @@ from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, Optimizers, Schedule
 from ft_hsdp.train.orders import Mailbox
 from ft_hsdp.train.runtime import RankRuntime
-from ft_hsdp.train.state.checkpointing import CheckpointSaver, open_checkpoints
+from ft_hsdp.train.state.checkpointing import CheckpointSaver, check_manifests, open_checkpoints
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.recovery import check_in, open_log, restored
 from ft_hsdp.train.state.snapshots import AgentHome
@@ -560,6 +560,8 @@ class Job(DataSources, UserLoop):
     def _join(self, driver: StepDriver, reader: Reader[Any]) -> None:
         """Do all that any rank can do, wait for the incarnation if this is a spare, and join the job as that."""
         live_state, config, place = self._live_state, self.config, self._place
+        assert self._groups is not None
+        check_manifests(config, live_state.layout, self._groups.hyper(), self.rank, self.ranks)
         runtime = RankRuntime(
             config, place, self.device, self._adopted, live_state, self._mailbox, self._pauses, self._facts
         )
@@ -577,7 +579,6 @@ class Job(DataSources, UserLoop):
             runtime.journal.note(at, event, reason, **facts)
         if self.rank == 0:
             self._log = open_log(runtime, warm)
-        assert self._groups is not None
         settings = {f"lr.{key}": value for key, value in config.lr.model_dump().items()}
         self._groups.note_given(config.train.steps, {**settings, "optim.clip": driver.clip})
         checkpoints, checkpointer = open_checkpoints(

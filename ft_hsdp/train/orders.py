@@ -151,8 +151,8 @@ class OrderHandler:
                     self._mailbox.put(order)  # it may ask for more than is trained
             case Settled(state, everywhere, waited_s, copied, step_s, refused, late):
                 cost = CopyCost(waited_s, copied, step_s, late)
-                if self._copies.settled(state, everywhere, cost, refused):
-                    self._snapshots.order(Settle(state, everywhere))
+                counts = self._copies.settled(state, everywhere, cost, refused)
+                self._snapshots.order(Settle(state, everywhere if counts else None))
             case ShardLeftOut(fence):
                 self._copies.give_up(fence)
             case effects.Commit(record):

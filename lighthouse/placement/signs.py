@@ -147,6 +147,11 @@ def assigned(s: LighthouseState, name: str) -> tuple[AssignedRanks, ...]:
     return tuple(found)
 
 
+def placed(s: LighthouseState, name: str) -> tuple[int, ...]:
+    """Return the replicas that have a place on a host, whether they run or wait for other hosts."""
+    return tuple(n for n in active_replicas(s) if name in s.placement.replicas[n].names)
+
+
 def fate(s: LighthouseState, report: HostReport) -> tuple[bool, str]:
     """Return whether the job has ended for a host, and why it cannot go on there; "": it can."""
     if report.replica is None or not s.placement.replicas:

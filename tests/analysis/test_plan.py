@@ -32,7 +32,7 @@ def test_each_host_of_one_replica_copies_another_one() -> None:
     assert (found.copies, found.protected, found.why) == (2, True, "")
     assert found.shards[1] == SimpleNamespace(rank=1, holders=["r0h1"], copies=["r0h0"])
     assert found.hosts[1] == SimpleNamespace(
-        host="r0h1", replica=0, ranks=[1], copies=[[0, 0]], bytes=4 * 3_000_000
+        host="r0h1", replica=0, ranks=[1], copies=[[0, 0]], bytes=5 * 3_000_000
     )
     assert (found.state_bytes, found.shard_bytes, found.copied_bytes_per_step) == (12e6, 3e6, 12e6)
     assert found.copy_s == pytest.approx(3e6 / 12.5e9)

@@ -11,7 +11,9 @@ import pytest
 
 from ft_hsdp.config.timeouts import TimeoutsConfig
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, InvalidArgument, Retryable
+from ft_hsdp.launch import agent
 from ft_hsdp.launch.run.directory import RunDir, read_json
+from ft_hsdp.secret import current, worker_token
 from tests.support.launch.host_scene import Scene
 from tests.support.launch.launch_helpers import Plan
 from tests.support.waiting import async_until
@@ -51,6 +53,27 @@ async def test_what_is_assigned_starts_once_its_end_is_told_and_the_rest_is_kill
     await scene.reported("0-a-1", (1, 2))
     scene.answers()
     await scene.reported("0-a-1", (), (1, -signal.SIGKILL, True), (2, -signal.SIGKILL, True))
+
+
+async def test_state_agents_hear_that_their_replicas_have_a_place_on_the_host(run_dir) -> None:
+    visits: asyncio.Queue[tuple[str, int, str]] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def visited(*about: Any) -> None:
+        loop.call_soon_threadsafe(visits.put_nowait, about)
+        raise ConnectionRefusedError  # none is there
+
+    with mock.patch.object(agent, "visit", visited), mock.patch.object(agent, "VISITS", 10_000):
+        scene = Scene(run_dir)
+        for replica in (1, 0):
+            await async_until(lambda: scene.open, "a report")
+            scene.answers(placed=(replica,))
+            async with asyncio.timeout(20):
+                while (visit := await visits.get())[1] != replica:
+                    pass
+        assert visit == (worker_token(current(run_dir.token)), 0, scene.agent.name)
+        scene.running.cancel()
+        await asyncio.gather(scene.running, return_exceptions=True)
 
 
 async def test_the_host_of_rank_0_says_which_units_were_in_flight_when_its_ranks_ended(

@@ -131,9 +131,10 @@ class CopyModel:
 
     def snapshot(self, w: CopyWorld, i: int, state: Step) -> CopyWorld:
         """A rank copies its shard into the memory of its host, if there is a slot for it."""
-        written = stage(slots_of(w, w.places[i], i), state, self.bounds.slots)
+        written = stage(slots_of(w, w.places[i], i), state, self.bounds.own_slots)
         if written is None:
-            return w._replace(skipped=put(w.skipped, i, True))
+            calm = w.calm if self.bounds.own_slots > 2 else -1
+            return w._replace(skipped=put(w.skipped, i, True), calm=calm)
         return with_slots(w, w.places[i], i, staged(written, state))
 
     def skip(self, w: CopyWorld, i: int) -> CopyWorld:
@@ -175,7 +176,7 @@ class CopyModel:
         """
         before, settled, host = w.live[i], w.settled[i // self.bounds.hosts], w.places[i]
         assert before is not None
-        for owner, slots in w.memory[host] if settled is not None else ():
+        for owner, slots in w.memory[host]:
             w = with_slots(w, host, owner, settle(slots, before, settled))
             if settled and owner != i and owner not in w.owed[host]:
                 w = self._free(w, host, owner)
@@ -417,7 +418,7 @@ class CopyModel:
             )
             for i, memory in enumerate(w.memory)
             for owner, slots in memory
-            for phase, state, _, settled, _, _ in slots
+            for phase, state, _, settled, *_ in slots
             if phase == SlotPhase.COMPLETE.value and state is not None
         ]
         found = newest(rows, 0, self._layouts, [paths[w.places[i]] for i in self.ranks(0)])

@@ -14,7 +14,7 @@ from ft_hsdp.memory.hosts import Host, Level
 from ft_hsdp.state.agent.slots import SlotPhase, SnapshotSlots
 
 Step = tuple[int, int]  # epoch, number
-Frozen = tuple[tuple[str, Step | None, int, bool, bool, int], ...]  # the slots of one rank in one agent
+Frozen = tuple[tuple[str, Step | None, int, bool, bool, bool, int], ...]  # the slots of one rank in one agent
 Memory = tuple[tuple[int, Frozen], ...]  # of one host: the slots of each rank whose shards it has
 INITIAL: Step = (0, 0)  # every rank can make this state anew
 
@@ -39,6 +39,7 @@ class CopyBounds:
     hurries: int = 0  # votes that do not wait for the copies
     refusals: int = 0  # shards that a host keeps no longer for another one
     slots: int = 3  # of a rank in one agent, at most
+    own_slots: int = 3  # of one of the agent's own ranks; with 2 there is no memory for who reads
 
 
 class CopyWorld(NamedTuple):
@@ -161,10 +162,10 @@ class _Slots(SnapshotSlots):
 
     def __init__(self, frozen: Frozen) -> None:
         super().__init__()
-        for phase, state, order, settled, passed, readers in frozen:
+        for phase, state, order, settled, passed, never, readers in frozen:
             slot = self._slots[self.add()]
             slot.phase, slot.state, slot.order = SlotPhase(phase), state_id(state) if state else None, order
-            slot.settled, slot.passed, slot.readers = settled, passed, readers
+            slot.settled, slot.passed, slot.never, slot.readers = settled, passed, never, readers
         self._completed = len(frozen)
 
     @property
@@ -179,6 +180,7 @@ class _Slots(SnapshotSlots):
                     order.get(slot.number, 0),
                     slot.settled,
                     slot.passed,
+                    slot.never,
                     slot.readers,
                 )
                 for slot in self._slots.values()
@@ -191,10 +193,9 @@ def stage(frozen: Frozen, state: Step, most: int) -> Frozen | None:
     """Return the slots with one in which `state` is written, or None if there is no place for it."""
     slots = _Slots(frozen)
     if slots.stage(state_id(state), 0.0) is None:
-        if len(frozen) >= most:
-            return None
-        slots.add()
-        if slots.stage(state_id(state), 0.0) is None:
+        if not (last := len(frozen) >= most):
+            slots.add()
+        if slots.stage(state_id(state), 0.0, last=last) is None:
             return None
     return slots.frozen
 
@@ -221,8 +222,8 @@ def read(frozen: Frozen, state: Step, more: int) -> Frozen:
 
 
 @lru_cache
-def settle(frozen: Frozen, state: Step, everywhere: bool) -> Frozen:
-    """Return the slots after it is known whether `state` is kept everywhere."""
+def settle(frozen: Frozen, state: Step, everywhere: bool | None) -> Frozen:
+    """Return the slots after it is known whether `state` is kept everywhere; None: no commit says so."""
     slots = _Slots(frozen)
     slots.mark_settled(state_id(state), everywhere)
     return slots.frozen

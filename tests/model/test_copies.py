@@ -39,6 +39,7 @@ def explored(limit_s: float = 60, **bounds: Any) -> Exploration:
         ({"replicas": 2, "hosts": 1, "spares": 1, "losses": 2, "crashes": 1, "strays": 1, "steps": 2}, 20_000),
         ({"hosts": 2, "every": 2, "losses": 1, "crashes": 1}, 5_000),
         ({"hosts": 2, "every": 3, "losses": 1, "steps": 5}, 1_000),
+        ({"hosts": 2, "every": 3, "losses": 1, "own_slots": 2, "steps": 7}, 2_000),
         ({"hosts": 3, "losses": 0, "refusals": 1}, 9_000),
         ({"replicas": 2, "hosts": 2, "copies": 3, "losses": 0, "refusals": 2, "steps": 2}, 3_000),
     ],
@@ -97,11 +98,11 @@ def _each_relies_on_the_other(members: Sequence[MemberHosts], count: int, level:
     return Plan((), plan.unprotected, "") if len(members) > 1 else plan
 
 
-def _newest_overwritten(self: SnapshotSlots, now: float) -> list[Any]:
+def _newest_overwritten(self: SnapshotSlots, now: float, last: bool) -> list[Any]:
     return [slot for slot in self._slots.values() if slot.phase is SlotPhase.FREE] + self._complete()
 
 
-def _one_slot(self: SnapshotSlots, now: float) -> list[Any]:
+def _one_slot(self: SnapshotSlots, now: float, last: bool) -> list[Any]:
     return list(self._slots.values())
 
 

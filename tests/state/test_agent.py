@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from ft_hsdp.state.agent.copies import CopyFetcher
 from ft_hsdp.state.agent.messages import CompleteSnapshot, Done, Hello, Pin, Recall, Settle, Welcome
 from ft_hsdp.state.agent.server import AgentListener, main
 from ft_hsdp.state.agent.store import SnapshotStore
+from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import SliceName
 from tests.support.forked import Forked
 from tests.support.state import agent_helpers
@@ -50,6 +52,19 @@ from tests.support.state.agent_helpers import (
 def agent() -> Iterator[Running]:
     with agent_helpers.agent(0) as running:
         yield running
+
+
+def test_a_manifest_may_be_longer_than_a_message(agent: Running):
+    rank, more = connect(0, 14), {"x": "y" * messages.MAX_MESSAGE}
+    array = rank.stage(state(1))
+    assert array is not None
+    array[:] = content(1, 14)
+    long = shard_manifest.encode(replace(shard_manifest.decode(header(1, 14)), hyper=(more,)))
+    rank.staged(state(1), long)
+    taken = rank.acquire(state(1))
+    assert taken is not None
+    assert taken[1] == long
+    rank.close()
 
 
 def trainer(pipe: Connection, token: str, rank: int, last: int) -> None:
@@ -234,6 +249,21 @@ def test_it_ends_by_itself_once_no_rank_is_there():
         write(rank, 1)
         rank.close()
         assert running.process.wait(DEADLINE_S) == 0
+
+
+def test_it_goes_on_without_a_rank_while_it_is_visited():
+    with agent_helpers.agent(2, "--linger", "3") as running:
+        rank = connect(2)
+        write(rank, 1)
+        rank.close()
+        for _ in range(7):
+            starter.visit(TOKEN, 2)
+            with pytest.raises(subprocess.TimeoutExpired):
+                running.process.wait(0.5)
+        assert running.serves(1)
+        assert running.process.wait(DEADLINE_S) == 0
+    with pytest.raises(ConnectionRefusedError):
+        starter.visit(TOKEN, 2)
 
 
 def test_a_stranger_has_as_long_as_it_was_told():

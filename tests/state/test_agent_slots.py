@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -8,8 +9,8 @@ from ft_hsdp.state.agent.slots import MAX_SLOTS, SPARE_STAGES, SnapshotSlots
 from tests.support.state.agent_helpers import state
 
 
-def write(slots: SnapshotSlots, step: int, now: float = 0.0) -> int | None:
-    number = slots.stage(state(step), now)
+def write(slots: SnapshotSlots, step: int, now: float = 0.0, *, last: bool = False) -> int | None:
+    number = slots.stage(state(step), now, last=last)
     if number is not None:
         assert slots.staged(state(step)) == number
     return number
@@ -37,6 +38,20 @@ def test_the_newest_settled_stays_until_a_newer_is_settled():
     write(slots, 5)
     write(slots, 6)
     assert 1 not in steps(slots)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_states_that_count_are_kept_where_only_each_fourth_is_copied(count: int):
+    """Also without memory for a third slot; with it, the newest snapshot is never lost either."""
+    slots = with_slots(count)
+    for step in range(1, 30):
+        if step > 1:
+            slots.mark_settled(state(step - 1), (step - 1) % 4 == 0 or None)
+        before = steps(slots)
+        assert write(slots, step, last=count == 2) is not None, "none is left out"
+        settled = [held.state.step for held in slots.held() if held.settled]
+        assert settled[:1] == ([4 * ((step - 1) // 4)] if step > 4 else [])
+        assert count == 2 or before[:1] == [s for s in steps(slots) if s in before][:1]
 
 
 def test_readers_cost_slots_and_never_a_wait():
@@ -73,24 +88,26 @@ class Machine(RuleBasedStateMachine):
         self.content: dict[int, StateId] = {}  # complete slots, oldest first
         self.settled: set[int] = set()
         self.passed: set[int] = set()
+        self.never: set[int] = set()
         self.readers: dict[int, int] = {}
         self.writing: tuple[int, StateId] | None = None
 
-    def kept(self) -> set[int]:
-        newest = [number for number in list(self.content)[-1:] if not (number in self.passed and self.settled)]
+    def kept(self, last: bool) -> set[int]:
+        giving = self.passed | (self.never if last else set())
+        newest = [number for number in list(self.content)[-1:] if not (number in giving and self.settled)]
         settled = [number for number in self.content if number in self.settled][-1:]
         pinned = []
         if self.pin is not None and self.now < self.pin[1]:
             pinned = [number for number, held in self.content.items() if held == self.pin[0]]
         return {*newest, *settled, *pinned, *self.readers}
 
-    @rule(step=st.integers(0, 5))
-    def stage(self, step):
-        kept = self.kept()
-        number = self.slots.stage(state(step), self.now)
+    @rule(step=st.integers(0, 5), last=st.booleans())
+    def stage(self, step, last):
+        kept = self.kept(last)
+        number = self.slots.stage(state(step), self.now, last=last)
         if number is None and not self.slots.full:
             self.slots.add()
-            number = self.slots.stage(state(step), self.now)
+            number = self.slots.stage(state(step), self.now, last=last)
         gone_or_used = {n for n in self.content if n not in self.slots.numbers or n == number}
         assert not gone_or_used & kept
         if number is None:  # only readers can use up all slots: what is kept otherwise are three at most
@@ -98,6 +115,7 @@ class Machine(RuleBasedStateMachine):
         self.content = {n: held for n, held in self.content.items() if n not in gone_or_used}
         self.settled -= gone_or_used
         self.passed -= gone_or_used
+        self.never -= gone_or_used
         self.writing = None if number is None else (number, state(step))
 
     @precondition(lambda self: self.writing is not None)
@@ -114,10 +132,12 @@ class Machine(RuleBasedStateMachine):
         assert self.writing is None or reuse == (self.writing[0] in self.slots.numbers)
         self.writing = None
 
-    @rule(step=st.integers(0, 5), everywhere=st.booleans())
+    @rule(step=st.integers(0, 5), everywhere=st.sampled_from([True, False, None]))
     def mark_settled(self, step, everywhere):
         self.slots.mark_settled(state(step), everywhere)
-        if everywhere:
+        if everywhere is None:
+            self.never |= {number for number, held in self.content.items() if held.step <= step}
+        elif everywhere:
             self.settled |= {number for number, held in self.content.items() if held == state(step)}
         else:
             self.passed |= self.content.keys() - self.settled
@@ -156,7 +176,8 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def forget(self):
         self.slots.forget()
-        self.content, self.settled, self.passed, self.pin, self.writing = {}, set(), set(), None, None
+        self.content, self.settled, self.passed, self.never = {}, set(), set(), set()
+        self.pin = self.writing = None
         assert self.slots.numbers == set(self.readers)
 
     @invariant()

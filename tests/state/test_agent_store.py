@@ -2,10 +2,13 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
+from ft_hsdp.control_groups import Allowance
 from ft_hsdp.state import shared_memory
+from ft_hsdp.state.agent import shard
 from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.shared_memory import ServedSnapshot
@@ -28,12 +31,12 @@ def holdings() -> Iterator[SnapshotStore]:
         os.close(fd)
 
 
-def write(holdings: SnapshotStore, step: int) -> int | None:
+def write(holdings: SnapshotStore, step: int, settled: bool | None = True) -> int | None:
     number = holdings.allocate(SHARD, state(step))
     if number is not None:
         shared_memory.attach(holdings.slots(SHARD)[number], NBYTES, writable=True)[:] = content(step, RANK, NBYTES)
         holdings.staged(SHARD, state(step), header(step, RANK, nbytes=NBYTES))
-        holdings.mark_settled(SHARD, state(step))
+        holdings.mark_settled(SHARD, state(step), settled)
     return number
 
 
@@ -94,6 +97,29 @@ def test_without_memory_a_snapshot_is_left_out(holdings: SnapshotStore, monkeypa
     assert write(holdings, 2) is None
     assert holdings.busy_reason(SHARD).startswith("no memory")
     assert [held.state for held in holdings.list(SHARD)] == [state(1)]
+
+
+def test_no_slot_is_taken_that_the_container_has_no_memory_for(holdings: SnapshotStore):
+    with mock.patch.object(shard, "allowance", return_value=Allowance(NBYTES - 1)):
+        holdings.prepare(SHARD)
+        assert write(holdings, 1) is None
+    with mock.patch.object(shard, "allowance", return_value=Allowance(NBYTES)):
+        assert write(holdings, 2) is not None
+
+
+def test_without_memory_for_a_third_slot_the_states_that_count_are_kept(
+    holdings: SnapshotStore, caplog: pytest.LogCaptureFixture
+):
+    holdings.prepare(SHARD)
+    with mock.patch.object(shard, "allowance", return_value=Allowance(0)):
+        for step in range(1, 12):
+            assert write(holdings, step, step % 4 == 0 or None) is not None, "none is left out"
+            settled = [held.state.step for held in holdings.list(SHARD) if held.settled]
+            assert settled[:1] == ([step // 4 * 4] if step > 3 else [])
+    assert len(holdings.slots(SHARD)) == 2
+    assert len(caplog.records) == 1, "and it is said once"
+    assert write(holdings, 12, None) is not None
+    assert len(holdings.slots(SHARD)) == 3, "once there is memory"
 
 
 def flip(holdings: SnapshotStore, number: int | None) -> None:

@@ -7,14 +7,17 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from ft_hsdp.config import Config
+from ft_hsdp.config.running import CheckpointConfig
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.mounts import Ability
-from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, drafts
+from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, dcp, drafts
 from ft_hsdp.state.checkpoint.catalog import JobData, differing_data
 from ft_hsdp.state.checkpoint.checkpoint_manifest import (
     FORMAT,
@@ -25,6 +28,9 @@ from ft_hsdp.state.checkpoint.checkpoint_manifest import (
     Unauthentic,
     Unusable,
 )
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import Layout, PackedTensor
+from ft_hsdp.train.state.checkpointing import check_manifests
 from tests.support.os_faults import poor
 from tests.support.refused import refused
 from tests.support.waiting import until
@@ -118,6 +124,63 @@ def test_where_there_are_no_locks_a_living_writer_renews_its_draft(tmp_path: Pat
         (old / "manifest.json").touch()
         os.utime(old / "manifest.json", (1, 1))
         assert drafts.sweep(tmp_path) == [old.name], "nobody renews it"
+
+
+def test_what_no_reader_would_accept_is_not_published(tmp_path: Path) -> None:
+    older, name = checkpoint(tmp_path, 4), checkpoint_manifest.name_of(StateId(1, 5, "ab" * 16), "0-a-0")
+    draft = drafts.Draft(tmp_path, name)
+    draft.begin()
+    (draft.path / ".metadata").touch()
+    made = manifest(5, 1, files={".metadata": checkpoint_manifest.describe(draft.path / ".metadata")})
+    size = len(checkpoint_manifest.encode(checkpoint_manifest.signed(made, KEY)))
+    with mock.patch.object(checkpoint_manifest, "MAX_MANIFEST", size - 1), pytest.raises(Unusable):
+        draft.publish(made, 1, KEY)
+    assert catalog.published(tmp_path) == [older], "and the older one is kept"
+    with mock.patch.object(checkpoint_manifest, "MAX_MANIFEST", size):
+        assert draft.publish(made, 1, KEY) == {"removed": [older.name], "trouble": ""}
+        draft.discard()
+        assert catalog.manifest_of(tmp_path / name).state == made.state
+
+
+def experts(count: int, ranks: int) -> Layout:
+    """Of the first rank: each expert is cut over all ranks, and another tensor of it over thirteen."""
+    tensors = [
+        PackedTensor(f"layers.{n}.experts.up.weight", "param", "float32", shape, whole, 1 << 20 | n, 4096, "rows")
+        for n in range(count)
+        for shape, whole in (((8, 512), (8 * ranks, 512)), ((1, 2), (13, 2)))
+    ]
+    return Layout((*tensors, PackedTensor("step", "optim", "float32", (), (), 1 << 21, 4, "whole")), 1 << 22)
+
+
+def test_how_long_a_manifest_will_be_is_known_before_anything_is_written() -> None:
+    ranks, layout = 64, experts(20, 64)
+    made = manifest(1, 1)
+    pieces = [
+        TensorPiece(n, (rank * t.shape[0], 0), t.shape, f"__{rank}_0.distcp", t.offset + 999 * n, t.nbytes + 400)
+        for n, t in enumerate(layout.tensors[:-1])
+        for rank in range(ranks if n % 2 == 0 else 13)
+    ]
+    pieces.append(TensorPiece(40, (), (), "__0_0.distcp", 1, 4))
+    full = replace(made, tensors=dcp.stored(layout), pieces=tuple(pieces))
+    nbytes = len(checkpoint_manifest.encode(full)) - len(checkpoint_manifest.encode(replace(made, tensors=())))
+    assert 0.95 * nbytes < dcp.manifest_bytes(layout, ranks) < 1.05 * nbytes
+
+
+def test_a_job_with_too_many_tensors_is_refused_at_its_start() -> None:
+    layout, kept = experts(20, 64), CheckpointConfig(every=5)
+    size = dcp.manifest_bytes(layout, 64)
+
+    def check(checkpoints: CheckpointConfig) -> None:
+        check_manifests(Config(checkpoint=checkpoints), layout, HYPER, 0, 64)
+
+    with mock.patch.object(checkpoint_manifest, "MAX_MANIFEST", size):
+        check(kept)
+    with mock.patch.object(checkpoint_manifest, "MAX_MANIFEST", size - 1):
+        refused(lambda: check(kept), r"checkpoint\.every: got 5")
+        refused(lambda: check(CheckpointConfig(dir="/x")), r"checkpoint\.dir")
+        check(CheckpointConfig())  # none is written, unless somebody asks for it
+    with mock.patch.object(shard_manifest, "MAX_MANIFEST", 4096):
+        refused(lambda: check(CheckpointConfig()), "job.shard: got '41 tensors'")
 
 
 def test_every_flipped_bit_is_seen(tmp_path) -> None:

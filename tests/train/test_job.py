@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from ft_hsdp.config import Config, parse
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.restart import IncarnationId
+from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.train.data.sources import OneLoop
 from ft_hsdp.train.data.step_plan import StepPlan
 from ft_hsdp.train.identity import FromEnvironment, RankPlace
@@ -146,6 +147,12 @@ def test_a_scheduler_that_is_attached_later_is_refused_before_the_first_batch(jo
     job.optimizer(adam)
     torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1.0)
     refused(lambda: next(job.batches(None)), "torch learning rate scheduler")  # type: ignore[arg-type]
+
+
+def test_a_model_of_too_many_tensors_is_refused_before_the_first_batch(job: Job) -> None:
+    job.optimizer(torch.optim.AdamW(shard(job).parameters(), lr=0.1))
+    with mock.patch.object(shard_manifest, "MAX_MANIFEST", 1000):
+        refused(lambda: next(job.batches(job.loader(torch.arange(64)))), key="job.shard")
 
 
 def test_a_step_before_the_first_batch_is_refused(job: Job) -> None:

@@ -17,8 +17,8 @@ from ft_hsdp.core.effects import BufferUpdate, Commit, Configure, DropCopies, Fe
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.protocol import RankFetchFailed
-from ft_hsdp.state.agent.messages import FreeCopies
+from ft_hsdp.protocol import RankFetchFailed, Settled
+from ft_hsdp.state.agent.messages import FreeCopies, Settle
 from ft_hsdp.state.transfer import fetch
 from ft_hsdp.state.transfer.shard_manifest import Layout
 from ft_hsdp.train import device, orders
@@ -34,10 +34,13 @@ def handler(
     report: Callable[[object], None] = lambda _: None,
     within_s: float = 7.0,
     mailbox: Mailbox | None = None,
+    *,
+    counts: bool = True,
 ) -> OrderHandler:
     """The handler of rank 0 of replica 0, which has these snapshots and nothing else that is real."""
     fetching, journal = Fetching(1, Layout((), 64), "token", within_s), Journal(folder / "events.jsonl")
     group, reducer, copies, spans = (mock.Mock() for _ in range(4))
+    copies.settled.return_value = counts
     box = mailbox or Mailbox()
     return OrderHandler(0, 0, fetching, group, reducer, snapshots, copies, spans, box, journal, report)
 
@@ -64,6 +67,14 @@ async def test_copies_of_a_replica_that_is_wrong_are_dropped(tmp_path: Path) -> 
     handler(tmp_path, snapshots).handle(DropCopies((2, 3)))
     snapshots.order.assert_called_once_with(FreeCopies((2, 3)))
     snapshots.forget.assert_not_called()
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("counts", [True, False])
+async def test_the_agent_hears_of_each_state_whether_it_is_settled_or_never_will_be(tmp_path, counts, everywhere):
+    snapshots: Any = mock.Mock()
+    handler(tmp_path, snapshots, counts=counts).handle(Settled(BASE, everywhere))
+    snapshots.order.assert_called_once_with(Settle(BASE, everywhere if counts else None))
 
 
 async def test_what_others_fetch_without_a_ring_is_copied_and_kept(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.agent.starter import connect_newest
 from ft_hsdp.state.pacing import PAGE_BYTES
 from ft_hsdp.state.shared_memory import Bytes
+from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import SliceName
 
 RETRY_S = 0.02
@@ -205,7 +206,7 @@ class StateAgent(AgentLine):
             if isinstance(answer, messages.Done):
                 self.damaged += answer.damaged
                 return None
-            header = connection.read(messages.MAX_MESSAGE)
+            header = connection.read(shard_manifest.MAX_MANIFEST)
             return connection.map_segment(self._nbytes, writable=False), header
 
     def open_gate(self) -> Bytes | None:

@@ -139,7 +139,7 @@ class CopyFetcher:
         with self._lock:
             self._free(keeper, [key for key in self._store.copies(keeper) if key[0] not in replicas])
 
-    def settle(self, keeper: int, state: StateId, everywhere: bool) -> None:
+    def settle(self, keeper: int, state: StateId, everywhere: bool | None) -> None:
         with self._lock:
             for where in self._store.copies(keeper).values():
                 self._store.mark_settled(where, state, everywhere)

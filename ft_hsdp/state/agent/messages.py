@@ -6,7 +6,8 @@ orders; each gets one answer. The header of a snapshot or slice, which is its en
 answer.
 
 A rank has up to three connections, because some orders take long, and must not hold up its next snapshot: one for
-its snapshots, one on which it waits for copies, and one for slices of block stores.
+its snapshots, one on which it waits for copies, and one for slices of block stores. The launcher calls now and
+then while it waits for the ranks (`starter.visit`), and orders nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.copies import MAX_COPIES
 from ft_hsdp.state.transfer.shard_manifest import MAX_NBYTES, MAX_SLICES, ExpectedShard, SliceName
 
-MAX_MESSAGE = 16 << 20  # bytes, of a message or of an encoded manifest
+MAX_MESSAGE = 16 << 20  # bytes; an encoded manifest may be longer
 MAX_RANKS = 1 << 20
 MAX_REASON = 120  # characters
 GENERATIONS = 4  # agents of one replica on one host, at most: all but the newest are frozen
@@ -32,7 +33,7 @@ ShardIndex = tuple[
     Annotated[int, Field(ge=0, lt=1 << 31)], Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 ]  # replica, rank
 SliceIndex = tuple[str, int]  # digest of the store, number of the slice
-Line = Literal["snapshots", "copies", "blocks"]
+Line = Literal["snapshots", "copies", "visit", "blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,9 @@ class Settle:
     """Order: mark ``state`` as settled. Answer: Done."""
 
     state: StateId
-    everywhere: bool  # all ranks of the replica have staged it; False: some have not, and it is not settled
+    # All ranks of the replica have staged it; False: some have not, and it is not settled; None: no commit settles
+    # it, because only other states are copied.
+    everywhere: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +279,7 @@ ORDERS: dict[Line, tuple[type, ...]] = {
     ),
     "copies": (AwaitCopies,),
     "blocks": (ListSlices, Stage, Staged, KeepCopy, DropSlices),
+    "visit": (),
 }
 SLOW = (Stage, Take, AwaitCopies)  # orders that may take long; those for blocks all may
 

@@ -180,9 +180,10 @@ def watching(guard: int | None, ended: Callable[[], object]) -> Iterator[None]:
 async def serve(listener: AgentListener, linger_s: float, guard: int | None, ready: dict[str, object]) -> None:
     """Print ``ready`` as a JSON line, and serve until the agent is to end.
 
-    It ends on SIGTERM, SIGINT or SIGHUP, when the process ``guard`` ends, or when no rank was connected for
-    ``linger_s`` seconds. With a ``guard`` it ignores these signals: whoever stops all processes of a job at once
-    signals it, too, and its ranks leave with a last state. It ignores `lifetime.NOTICES` in any case.
+    It ends on SIGTERM, SIGINT or SIGHUP, when the process ``guard`` ends, or when for ``linger_s`` seconds no rank
+    was connected, and no launcher has visited it (`starter.visit`). With a ``guard`` it ignores these signals:
+    whoever stops all processes of a job at once signals it, too, and its ranks leave with a last state. It ignores
+    `lifetime.NOTICES` in any case.
     """
     stopped = asyncio.Event()
     outlive_notices()

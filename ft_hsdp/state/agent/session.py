@@ -22,6 +22,7 @@ from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.slots import Content
 from ft_hsdp.state.agent.store import Key, SnapshotStore
 from ft_hsdp.state.pacing import Pacer
+from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import SliceName
 
 LOOK_S = 0.05  # between two looks whether who waits for copies is gone
@@ -163,7 +164,7 @@ class Session:
         if about is not None and isinstance(about, SliceName) != (self._hello.line == "blocks"):
             raise ProtocolViolation(f"an order about {about} on a connection for {self._hello.line}")
         if isinstance(order, messages.Staged):
-            return order, await self._connection.read(messages.MAX_MESSAGE)
+            return order, await self._connection.read(shard_manifest.MAX_MANIFEST)
         return order, b""
 
     # On the thread of this connection, if the order may take long.

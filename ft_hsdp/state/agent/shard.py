@@ -12,6 +12,7 @@ import os
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from ft_hsdp.control_groups import allowance
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import shared_memory
@@ -63,6 +64,7 @@ class Shard:
     damaged: list[Damage] = field(default_factory=list)  # not yet reported to the rank
     acquired: int | None = None  # the slot that the rank itself reads
     growing: int = 0  # slots whose memory is being allocated
+    short: bool = False  # there was no memory for the last one
     slice: SliceName | None = None
     aside: bool = False  # its replica has another number of ranks now
 
@@ -168,13 +170,15 @@ def compare(header: bytes, data: Bytes, content: Content, owner: Owner) -> None:
 
 
 def check_memory(nbytes: int) -> None:
-    """Compare what is wanted with the memory that the host has left.
+    """Compare what is wanted with the memory that the host, and the agent's container, have left.
 
     Raises:
-        ValueError: It has less. An agent that takes more is killed by the kernel, with all that it keeps.
+        ValueError: One has less. An agent that takes more is killed by the kernel, with all that it keeps.
     """
+    has_left = {"container": allowance().memory}
     with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            name, _, rest = line.partition(":")
-            if name == "MemAvailable" and nbytes > (left := int(rest.split()[0]) << 10):
-                raise ValueError(f"{nbytes} bytes are needed; this host has {left} left")
+        kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+        has_left["host"] = None if kib is None else int(kib) << 10
+    for whose, left in has_left.items():
+        if left is not None and nbytes > left:
+            raise ValueError(f"{nbytes} bytes are needed; this {whose} has {left} left")

@@ -2,7 +2,9 @@
 
 A slot is one segment. In the steady state two slots are enough: one is written while the other keeps the newest
 complete snapshot, which all ranks of the replica have. A newer snapshot that some rank left out gives way to the
-next one. Readers and pins need more slots, up to MAX_SLOTS; a writer never waits for a reader.
+next one. Where only some states are settled (`memory.every`), the newest of them stays in a third slot; without
+memory for it, the newest snapshot that is none of them gives way. Readers and pins need more slots, up to
+MAX_SLOTS; a writer never waits for a reader.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ft_hsdp.core.state_id import StateId
+from ft_hsdp.core.state_id import StateId, newer
 from ft_hsdp.state.agent.messages import CompleteSnapshot
 
 MAX_SLOTS = 4
@@ -36,6 +38,7 @@ class _Slot:
     order: int = 0  # counts completions: the largest is the newest
     settled: bool = False  # all ranks of the replica have a snapshot of this state
     passed: bool = False  # not settled when some rank left out this snapshot or a later one
+    never: bool = False  # its state is settled by no commit
     readers: int = 0
     doomed: bool = False  # freed when its last reader gives it back
 
@@ -80,15 +83,19 @@ class SnapshotSlots:
         slot = self._written()
         return None if slot is None else slot.number
 
-    def stage(self, state: Content, now: float) -> int | None:
+    def stage(self, state: Content, now: float, *, last: bool = False) -> int | None:
         """Return the number of the slot to write ``state`` into, or None if every slot is in use.
 
         Some slots are never chosen: the newest settled one, the newest complete one (unless some rank left it
         out and another one is settled), the pinned one, and those that are being read. A snapshot that was being
         written is abandoned together with its slot, because its writer may still be writing.
+
+        Args:
+            last: There can be no other slot: the newest complete one is chosen, too, if no commit settles it and
+                another one is settled.
         """
         self.abandon(reuse=False)
-        usable = self._usable(now)
+        usable = self._usable(now, last)
         if not usable:
             self._spare = 0
             return None
@@ -97,7 +104,8 @@ class SnapshotSlots:
         if self._spare >= SPARE_STAGES:
             self._spare = 0
             self._drop(spare)
-        slot.phase, slot.state, slot.settled, slot.passed = SlotPhase.WRITING, state, False, False
+        slot.phase, slot.state, slot.settled = SlotPhase.WRITING, state, False
+        slot.passed = slot.never = False
         return slot.number
 
     def staged(self, state: Content) -> int:
@@ -127,14 +135,16 @@ class SnapshotSlots:
         else:
             self._drop([slot])
 
-    def mark_settled(self, state: StateId, everywhere: bool = True) -> None:
+    def mark_settled(self, state: StateId, everywhere: bool | None = True) -> None:
         """Record whether all ranks of the replica have a snapshot of ``state``.
 
-        If ``everywhere``, it is settled. Otherwise some rank left it out: complete snapshots that are not
-        settled give way to the next one.
+        If ``everywhere``, it is settled. If not, some rank left it out: complete snapshots that are not settled
+        give way to the next one. None: no commit settles it, nor any older one that is not settled yet.
         """
         for slot in self._complete():
-            if not everywhere:
+            if everywhere is None:
+                slot.never |= isinstance(slot.state, StateId) and not newer(slot.state, state)
+            elif not everywhere:
                 slot.passed = not slot.settled
             elif slot.state == state:
                 slot.settled = True
@@ -196,11 +206,12 @@ class SnapshotSlots:
         complete = [s for s in self._slots.values() if s.phase is SlotPhase.COMPLETE and not s.doomed]
         return sorted(complete, key=lambda slot: slot.order, reverse=True)
 
-    def _usable(self, now: float) -> list[_Slot]:
+    def _usable(self, now: float, last: bool) -> list[_Slot]:
         """Return the free slots, then the complete ones that may be overwritten, oldest first."""
         complete = self._complete()
         settled = [slot for slot in complete if slot.settled][:1]
-        kept = settled + [slot for slot in complete[:1] if not (slot.passed and settled)]
+        newest = [slot for slot in complete[:1] if not (settled and (slot.passed or (last and slot.never)))]
+        kept = settled + newest
         pinned = self.pinned(now)
         old = [s for s in reversed(complete) if s not in kept and s.state != pinned and not s.readers]
         return [s for s in self._slots.values() if s.phase is SlotPhase.FREE and not s.doomed] + old

@@ -3,7 +3,7 @@
 `Starter` starts the agent of a replica in a process of its own, and replaces one that no longer answers. To load
 what an agent needs takes most of a second of CPU time, so a rank that was just forked from a process which has
 loaded it forks the agent (`ForkedAgent`): nothing of the user's has run there yet, and there is one thread.
-`connect_newest` finds the agent that a rank has to talk to.
+`connect_newest` finds the agent that a rank has to talk to. `visit` has it wait for ranks that may come back late.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from ft_hsdp import caller_gate
+from ft_hsdp import caller_gate, handshake
 from ft_hsdp.errors import EXIT_RETRYABLE
+from ft_hsdp.handshake import Purpose
 from ft_hsdp.jsonl import open_to_append
 from ft_hsdp.lifetime import UNMARKED, entitle, forgiving, unmarked, wear
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
 
 LOAD_S = 60.0  # after which an agent that was started and does not listen is killed
+VISIT_S = 2.0  # for each part of an agent's answer to a visit
 KILLED_S = 5.0  # to wait for a killed agent to be gone: freeing much memory takes time
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -58,6 +60,23 @@ def connect_newest(sock: socket.socket, token: str, replica: int, name: str = ""
     raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
+def visit(token: str, replica: int, name: str = "") -> None:
+    """Have an agent of this host go on as if a rank of its replica had been there until now. Blocks.
+
+    Args:
+        name: That of this host, if its machine has several.
+
+    Raises:
+        OSError: No agent is there, or it is too late.
+        ProtocolViolation: What listens there does not know the token.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(VISIT_S)
+        connect_newest(sock, token, replica, name)
+        handshake.call_blocking(sock, token, Purpose.AGENT)
+        sock.sendall(messages.frame(messages.Hello(0, 1, 0, "visit")))
+
+
 @dataclass(slots=True)
 class Starter:
     token: str
@@ -65,7 +84,7 @@ class Starter:
     host: str  # at which the agent serves snapshots over HTTP
     guard: int | None  # the agent ends with the process of this id; None: `end` ends it, or `linger_s`
     log: Path
-    linger_s: float  # the agent ends when no rank was connected for so long
+    linger_s: float  # the agent ends when no rank was connected, and nobody has visited it, for so long
     tls: str = "auto"  # network.tls
     name: str = ""  # of this host, if its machine has several
     started: list[subprocess.Popen[bytes] | ForkedAgent] = field(default_factory=list)  # they outlive this process

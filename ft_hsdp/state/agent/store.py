@@ -208,8 +208,8 @@ class SnapshotStore:
     def allocate(self, key: Key, content: Content, *, copy: bool = False) -> int | None:
         """Do as `stage` does, and add another slot if that is what it needs. Blocks."""
         number = self.stage(key, content, copy=copy)
-        if number is None and self.grow(key):
-            number = self.stage(key, content, copy=copy)
+        if number is None:
+            number = self.stage(key, content, copy=copy, last=not self.grow(key))
         return number
 
     def grow(self, key: Key) -> bool:
@@ -223,13 +223,17 @@ class SnapshotStore:
             if entry.slots.full or (copy and not self._may_grow(entry)):
                 return False
             entry.growing += 1
-        fd = None
+        fd, why = None, ""
         try:
+            check_memory(owner.nbytes)
             fd = shared_memory.create(owner.nbytes)
-        except OSError as error:
-            _log.warning("%s: no slot of %d bytes: %s", entry, owner.nbytes, error.strerror)
+        except (OSError, ValueError) as error:
+            why = str(error)
         with self._lock:
             entry.growing -= 1
+            if why and not entry.short:  # it is tried again for each snapshot
+                _log.warning("%s: no slot of %d bytes: %s", entry, owner.nbytes, why)
+            entry.short = bool(why)
             if fd is None:
                 return False
             # Meanwhile another connection of that rank may have added a slot, or changed the size.
@@ -248,16 +252,17 @@ class SnapshotStore:
             return False
         return entry.wanted
 
-    def stage(self, key: Key, content: Content, *, copy: bool = False) -> int | None:
+    def stage(self, key: Key, content: Content, *, copy: bool = False, last: bool = False) -> int | None:
         """Return the number of the slot to write ``content`` into, or None if another slot has to be added first.
 
         Args:
             copy: It is fetched from another host: None if that is no longer to be kept here.
+            last: As `SnapshotSlots.stage` takes it.
         """
         with self._entry(key) as entry:
             if copy and (entry.own or not entry.wanted):
                 return None
-            number = entry.slots.stage(content, time.monotonic())
+            number = entry.slots.stage(content, time.monotonic(), last=last)
             if number is not None:
                 entry.memory[number].written_anew()
             entry.sweep()
@@ -308,7 +313,7 @@ class SnapshotStore:
         with self._lock:
             return self._shards[key].slots.find(state) is not None
 
-    def mark_settled(self, key: ShardKey, state: StateId, everywhere: bool = True) -> None:
+    def mark_settled(self, key: ShardKey, state: StateId, everywhere: bool | None = True) -> None:
         with self._entry(key) as entry:
             entry.slots.mark_settled(state, everywhere)
             if everywhere or len(entry.memory) < INITIAL_SLOTS:  # or its own memory might never come

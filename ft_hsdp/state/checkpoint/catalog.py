@@ -45,7 +45,6 @@ from ft_hsdp.state.replica_group import Failed, ReplicaGroup
 from ft_hsdp.state.transfer.shard_manifest import Layout
 
 KEY = "checkpoint.dir"  # the configuration key that errors name
-MAX_MANIFEST = 64 << 20  # bytes
 MAX_READERS = 8  # files that are verified at a time
 
 
@@ -142,12 +141,9 @@ def manifest_of(path: Path) -> CheckpointManifest:
 def _read_manifest(path: Path) -> bytes:
     try:
         with open_regular(path / MANIFEST) as file:
-            data = file.read(MAX_MANIFEST + 1)
+            return file.read(checkpoint_manifest.MAX_MANIFEST + 1)
     except OSError as error:
         raise Unusable(f"{MANIFEST}: {error.strerror}") from error
-    if len(data) > MAX_MANIFEST:
-        raise Unusable(f"{MANIFEST} has more than {MAX_MANIFEST} bytes")
-    return data
 
 
 def _decoded(path: Path, data: bytes) -> CheckpointManifest:

@@ -24,6 +24,8 @@ from ft_hsdp.jsonl import open_regular
 
 FORMAT = 5
 MAX_SIZE = 2**20  # data ranks of a replica, and micro-batches of one
+# Bytes. Who reads or writes one needs some twenty times as much memory, and other threads wait meanwhile.
+MAX_MANIFEST = 128 << 20
 MANIFEST = "manifest.json"
 METADATA = ".metadata"  # DCP's index, for torch's tools; never read here
 PUBLISHED = re.compile(r"step-(\d{1,19})-epoch-(\d{1,19})-([A-Za-z0-9._-]{1,128})")  # name of a folder
@@ -104,6 +106,12 @@ class CheckpointManifest:
 
 
 _ADAPTER = TypeAdapter(CheckpointManifest)
+_ITEM: TypeAdapter[Stored | TensorPiece] = TypeAdapter(Stored | TensorPiece)
+
+
+def encoded_bytes(item: Stored | TensorPiece) -> int:
+    """Return how long an item of a manifest is there, with the comma behind it."""
+    return len(_ITEM.dump_json(item)) + 1
 
 
 def encode(manifest: CheckpointManifest) -> bytes:
@@ -146,8 +154,10 @@ def decode(data: bytes) -> CheckpointManifest:
     """Return the manifest in ``data``, validated.
 
     Raises:
-        Unusable: ``data`` is not exactly what `encode` makes.
+        Unusable: ``data`` is not exactly what `encode` makes, or too long.
     """
+    if len(data) > MAX_MANIFEST:
+        raise Unusable(f"{MANIFEST} has more than {MAX_MANIFEST} bytes")
     try:
         written = json.loads(data)
         # The fields of other formats are others, so the format is looked at first.

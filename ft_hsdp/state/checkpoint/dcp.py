@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,32 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Stored, TensorPiece
+from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Stored, TensorPiece, encoded_bytes
 from ft_hsdp.state.replica_group import Failed, ReplicaGroup
-from ft_hsdp.state.transfer.shard_manifest import Layout
+from ft_hsdp.state.transfer.shard_manifest import Layout, PackedTensor
 
 
 def stored(layout: Layout) -> tuple[Stored, ...]:
     """Return the tensors of the whole state of which ``layout`` is a shard, as the manifest describes them."""
     return tuple(Stored(t.kind, t.name, t.dtype, t.global_shape) for t in layout.tensors)
+
+
+def manifest_bytes(layout: Layout, ranks: int) -> int:
+    """Return about how long the manifest is that tells where ``ranks`` ranks wrote the tensors of ``layout``."""
+    nbytes, file = 0, f"__{ranks // 2}_0.distcp"
+    for number, (tensor, whole) in enumerate(zip(layout.tensors, stored(layout), strict=True)):
+        offsets = tuple(length // 2 for length in tensor.global_shape)
+        piece = TensorPiece(number, offsets, tensor.shape, file, tensor.offset, tensor.nbytes)
+        nbytes += encoded_bytes(whole) + _pieces(tensor, ranks) * encoded_bytes(piece)
+    return nbytes
+
+
+def _pieces(tensor: PackedTensor, ranks: int) -> int:
+    """Return on how many ranks a tensor has bytes, each of its blocks once."""
+    if tensor.cut == "rows":
+        rows = tensor.global_shape[0]
+        return -(-rows // max(1, -(-rows // ranks)))
+    return min(ranks, math.prod(tensor.global_shape) // max(1, math.prod(tensor.shape)))
 
 
 def key(kind: str, name: str) -> str:

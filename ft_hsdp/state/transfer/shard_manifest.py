@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ALIGN = shape.ALIGN
 CHUNK_BYTES = 4 << 20  # bytes that have a checksum of their own
-MAX_MANIFEST = 16 << 20  # bytes
+MAX_MANIFEST = 64 << 20  # bytes; who sends one has proved the token
 DIGEST_HEX = 64  # characters
 MAX_SLICES = 1 << 16  # of one store
 MAX_NBYTES = 1 << 50

@@ -12,6 +12,7 @@ of the hosts in `block_submission`. Here is how they are loaded.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,6 @@ class BlockStore:
         self._job = job
         self._token = ""
         self._reader: BlockReader | None = None
-        self._agent: BlockAgent | None = None
         self._group: ReplicaGroup | None = None
         self._known = BlockHolders(self._data.cut(1))
         self._manifests: Known = {}  # that were read
@@ -116,11 +116,12 @@ class BlockStore:
         timeouts = self._job.config.timeouts
         if self._group is None:
             self._group = ReplicaGroup(timeouts.load_s)
-        if self._agent is None:
-            self._agent = BlockAgent.connect(home.token, home.replica, home.rank, timeouts.agent_s, home.host)
         self._token = home.token
-        work = BlockSubmission(self._data, self._reader, self._job, self._agent, self._group, self._known)
-        return work.run(home.host)
+        # A rank has one such connection, and may have several stores; and another agent may have come since.
+        agent = BlockAgent.connect(home.token, home.replica, home.rank, timeouts.agent_s, home.host)
+        with contextlib.closing(agent):
+            work = BlockSubmission(self._data, self._reader, self._job, agent, self._group, self._known)
+            return work.run(home.host)
 
     def load(
         self,
@@ -170,12 +171,6 @@ class BlockStore:
     def share(self) -> Span:
         """Return this rank's equal part of the blocks: (first block, block after the last one)."""
         return share(self.blocks, self._job.ranks, self.align)[self._job.rank]
-
-    def close(self) -> None:
-        """End this rank's connection to its agent. The blocks stay in memory; `submit` finds them."""
-        if self._agent is not None:
-            self._agent.close()
-            self._agent = None
 
     # Loading.
 

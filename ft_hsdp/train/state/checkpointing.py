@@ -20,13 +20,13 @@ import torch
 from ft_hsdp import secret
 from ft_hsdp.claim import FolderOwner
 from ft_hsdp.config import Config, resume_hash
-from ft_hsdp.core import checkpoint
+from ft_hsdp.core import checkpoint, state_id
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankCheckpointed, RankCheckpointFailed
-from ft_hsdp.state.checkpoint import drafts
+from ft_hsdp.state.checkpoint import checkpoint_manifest, dcp, drafts
 from ft_hsdp.state.checkpoint.catalog import JobData, Resumed, resume
 from ft_hsdp.state.checkpoint.writer import (
     Checkpointer,
@@ -37,9 +37,12 @@ from ft_hsdp.state.checkpoint.writer import (
 )
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
-from ft_hsdp.state.transfer.shard_manifest import ShardManifest
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import CHUNK_BYTES, Layout, ShardManifest
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import SnapshotWriter
+
+ONE_TENSOR = "keep the experts of a layer in one tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,35 @@ class Checkpoints:
     batch: tuple[int, int]  # micro-batches of a data rank, and data ranks, of a batch of the job
     key: bytes | None  # with which they have to be signed; None: any are trusted
     data: JobData | None = None  # None: those of the checkpoint are not compared
+
+
+def check_manifests(
+    config: Config, layout: Layout, hyper: tuple[dict[str, Any], ...], rank: int, ranks: int
+) -> None:
+    """Refuse a state of so many tensors that nobody would accept its manifests, before it is trained.
+
+    Args:
+        layout: Of this rank's shard.
+        hyper: The optimizers' parameter groups.
+        rank: This rank.
+        ranks: Those of its replica.
+
+    Raises:
+        ConfigError: It has too many.
+    """
+    nobody, count = state_id.initial("", ""), len(layout.tensors)
+    sums = ("0" * 16,) * -(-layout.nbytes // CHUNK_BYTES)
+    shape = layout.fingerprint, layout.nbytes, layout.tensors
+    try:
+        shard_manifest.encode(ShardManifest(nobody, rank, ranks, *shape, (), hyper, (), sums))
+    except ValueError as error:
+        raise ConfigError("job.shard", f"{count} tensors", f"fewer: {ONE_TENSOR} ({error})") from None
+    nbytes, most = dcp.manifest_bytes(layout, ranks), checkpoint_manifest.MAX_MANIFEST
+    if config.keeps_last and nbytes > most:
+        key = "every" if config.checkpoint.every else "dir"
+        given = getattr(config.checkpoint, key)
+        why = f"the manifest of {count} tensors on {ranks} ranks has {nbytes} bytes, {most} can be read"
+        raise ConfigError(f"checkpoint.{key}", given, f"no checkpoints, or fewer tensors: {ONE_TENSOR} ({why})")
 
 
 def open_checkpoints(

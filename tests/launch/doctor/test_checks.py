@@ -11,6 +11,7 @@ import pytest
 
 from ft_hsdp import mounts
 from ft_hsdp.config import Config, parse
+from ft_hsdp.control_groups import Allowance, allowance
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.doctor import (
     CHECKS,
@@ -28,7 +29,6 @@ from ft_hsdp.launch.doctor import (
 from ft_hsdp.launch.doctor import host as host_checks
 from ft_hsdp.launch.doctor import ray as ray_checks
 from ft_hsdp.launch.doctor.checks import Check
-from ft_hsdp.launch.doctor.host import Allowance, allowance
 from ft_hsdp.launch.ray.placement import request
 from ft_hsdp.mounts import mount_of
 from ft_hsdp.train import tokens
@@ -222,6 +222,9 @@ def test_memory_of_ranks_spares_and_snapshots(allow: Callable[[Allowance], None]
     small, spared = Config(), parse({"spares": 4})
     assert host_checks.needed(spared, 3) - host_checks.needed(small, 3) > 4 * host_checks.RANK_BYTES
     assert host_checks.needed(small, 3) > host_checks.needed(small, 1)
+    copied, alone = (parse({**ONE_REPLICA, "memory": {"copies": copies}}) for copies in (2, 1))
+    more = host_checks.needed(copied, 1) - host_checks.needed(alone, 1)
+    assert more == 3 * host_checks.weights(copied) + (host_checks.foreign(copied) or 0), "a third slot of its own"
     allow(Allowance(GIB))
     with pytest.raises(Bad, match="this container's limit"):
         host_checks.memory(ALONE)

@@ -13,7 +13,7 @@ from ft_hsdp.core.state_id import initial
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_UNREACHABLE
 from ft_hsdp.memory.hosts import Host
 from lighthouse.placement.machine import decide, refusal
-from lighthouse.placement.signs import assigned, fate, listed_hosts, seen
+from lighthouse.placement.signs import assigned, fate, listed_hosts, placed, seen
 from lighthouse.placement.state import RETURN_S, PlacedReplica, PlacementPolicy, ReplicaPhase, remembered
 from lighthouse.quorum.commands import CULPRIT_S, CommandPlan, Culprit, Impossible, plan, plan_culprit
 from lighthouse.quorum.events import Commanded, Event, HostClosed, Note, ProcessesReported, Ticked, Withdrawn
@@ -291,8 +291,11 @@ def test_where_no_host_is_left_the_others_go_on_without_the_replica_or_it_has_fe
 
 def test_a_replica_that_waits_in_vain_lends_its_host_to_another_one_and_gets_others_once_they_are_there() -> None:
     w = World("a", "b", "c", "d")
-    w.lose("b", "d", after_s=EVICT_S + PLACE_S + 1)
+    w.lose("b", "d")
+    assert (w.runs(), placed(w.s, "a"), placed(w.s, "c")) == ({}, (0,), (1,)), "what is in memory there is kept"
+    w.settle(PLACE_S)
     assert w.runs() == {w.me(0).incarnation: ("a", "c")}
+    assert placed(w.s, "c") == (0,)
     (lent,) = w.told_as("HostLent")
     assert (lent.facts["replica"], lent.facts["host"], lent.facts["to"]) == (1, "c", 0)
     w.cut.remove("d")
@@ -321,8 +324,10 @@ def test_a_replica_that_is_wanted_again_gets_hosts_that_no_other_one_has() -> No
     for host in "ab":
         w.leave(host, *w.has[host][w.me().incarnation].living)
     w.settle()
+    assert placed(w.s, "b") == ()
     w.lose("d")
     assert w.runs() == {w.me(1).incarnation: ("c", "a")}
+    assert placed(w.s, "a") == (1,)
     w.s = replace(w.s, drained=frozenset())
     w.settle(PLACE_S + 1)
     assert (len(w.runs()), w.told_as("HostLent")) == (1, [])
@@ -403,6 +408,7 @@ def test_what_ends_a_replica_again_and_again_is_given_up_cordoned_or_halted() ->
         w.ends("a", 0, 70)
         w.settle()
     assert "budget of 3" in w.me().given_up
+    assert placed(w.s, "a") == ()
     assert w.s.halted.startswith("every replica is lost")
 
 
@@ -792,6 +798,7 @@ def test_a_replica_moves_to_the_host_where_its_ranks_wait_only_if_another_one_tr
         w.ends("a", 0, 1)
         w.settle()
         assert w.me().used == ("c" if trains else "a",)
+        assert placed(w.s, "a") == (() if trains else (0,))
         assert [each.facts["host"] for each in w.told_as("HostReplaced")] == (["c"] if trains else [])
         w.warm = {"a", "c"}
         w.settle()

@@ -43,9 +43,6 @@ def store_of(job: Any, **described: Any) -> BlockStore:
     return BlockStore(job, **{"name": "points", "blocks": BLOCKS, "block_bytes": BLOCK_BYTES, **described})
 
 
-_made: list[BlockStore] = []
-
-
 class Replica:
     """The ranks of one incarnation of a replica, two on each host, with a store each."""
 
@@ -55,7 +52,6 @@ class Replica:
         ranks = len(hosts) * per_host
         self.jobs = [Rank(rank, ranks, hosts[rank // per_host], budget_gb) for rank in range(ranks)]
         self.stores = [store_of(job, **described) for job in self.jobs]
-        _made.extend(self.stores)
         for store, group in zip(self.stores, ThreadGroup.of(ranks), strict=True):
             store._group = group
         self.read: list[tuple[int, int]] = []  # what was read from the source
@@ -78,18 +74,12 @@ class Replica:
         parts = self.each(lambda store: store.load([store.share()]))
         assert np.array_equal(np.concatenate(parts), DATA)
 
-    def close(self) -> None:
-        for store in self.stores:
-            store.close()
-
 
 @contextmanager
 def hosts(*names: str) -> Iterator[dict[str, agent_helpers.Running]]:
-    """State agents of so many hosts, until the end of the block; so long live the stores made in it."""
+    """State agents of so many hosts, until the end of the block."""
     with ExitStack() as stack:
         yield {name: stack.enter_context(agent_helpers.agent(0, "--name", name)) for name in names}
-        while _made:
-            _made.pop().close()
 
 
 def kill(running: agent_helpers.Running) -> None:

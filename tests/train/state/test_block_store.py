@@ -58,7 +58,6 @@ def test_a_lost_host_costs_no_block_and_its_successor_gets_what_it_held() -> Non
         assert sum(end - begin for begin, end in first.read) == BLOCKS
         first.check()
         assert len(first.jobs[0].told("BlocksSubmitted")) == 1
-        first.close()
         kill(agents["b"])
         second = Replica(["a", "d", "c"])
         result = second.submit()
@@ -207,6 +206,13 @@ def test_a_submission_that_is_interrupted_goes_on_where_it_was(monkeypatch: pyte
         replica.check()
 
 
+def test_several_stores_of_a_rank_submit_in_turns_also_once_their_agent_was_replaced() -> None:
+    stores = [Replica(["a"], per_host=1, name=name) for name in ("points", "features")]
+    for _ in range(2):
+        with hosts("a"):
+            assert [store.submit().read for store in stores * 2] == [BLOCKS, BLOCKS, 0, 0]
+
+
 def test_slices_are_small_and_there_is_one_for_each_rank_as_far_as_there_are_ranges() -> None:
     def parts(blocks: int, block_bytes: int, hosts: int, ranks: int) -> int:
         data = BlockData.described("points", blocks, block_bytes, 2, permute=True)
@@ -277,7 +283,6 @@ def test_fewer_hosts_go_on_with_the_same_slices_and_have_all_copies_again() -> N
     with hosts("a", "b", "c") as agents:
         first = Replica(["a", "b", "c"])
         first.submit()
-        first.close()
         kill(agents["c"])
         second = Replica(["a", "b"])
         result = second.submit()
@@ -292,7 +297,6 @@ def test_what_all_hosts_have_lost_is_read_again_and_said() -> None:
     with hosts("a", "b", "c", "d") as agents:
         first = Replica(["a", "b", "c"])
         first.submit()
-        first.close()
         kill(agents["a"])
         kill(agents["b"])
         second = Replica(["d", "c"])
@@ -314,7 +318,6 @@ def test_a_full_agent_gives_way_to_the_next_host_and_a_lack_of_copies_is_said() 
         assert re.fullmatch(r".*; \d+ bytes are needed; \d+ of 10000 bytes of memory\.budget_gb are taken", why)
         assert facts["copies"] == 1 < facts["wanted"]
         tight.check()
-        tight.close()
         none = Replica(["a", "b", "c"], budget_gb=1e-6, permute=False)  # another store: the first one goes
         assert none.submit().copies == 0
         none.read.clear()
