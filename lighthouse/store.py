@@ -30,9 +30,7 @@ from ft_hsdp.core import state_id
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
 from ft_hsdp.jsonl import DiskThread, clear_way, set_aside
 from ft_hsdp.mounts import need_store
-from lighthouse.placement.state import remembered as placed
-from lighthouse.quorum.rules import remembered
-from lighthouse.quorum.state import LighthouseState, Policy
+from lighthouse.quorum.state import LighthouseState, Policy, remembered
 
 FORMAT = 9  # of the rows
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
@@ -114,8 +112,7 @@ class Store(ABC):
             kept, halted = {"term": int(time.time())}, False
         state = replace(LighthouseState.empty(policy, 0), **kept)
         state = replace(state, term=max(state.term, self._least_term), target=min(state.target, policy.slots))
-        state = replace(state, admissions=int(time.time() * 1000), edges=remembered(state.edges))
-        state = replace(state, placement=placed(state.placement, halted))
+        state = remembered(replace(state, admissions=int(time.time() * 1000)), halted)
         self.save(state)
         return state
 

@@ -2,8 +2,8 @@
 
 In HSDP each healthy replica holds every shard, so N replicas on hosts apart are N copies already. Only what is
 missing is made (DeadPool and GEMINI always copy to a neighbour): for a job of one replica, for the last healthy
-one, and for replicas that share a rack. A healthy replica is one that contributes in this epoch. A replica that is
-behind does not hold the state yet, so it counts from the epoch in which it has caught up.
+one, and for replicas that share a rack. A healthy replica is one that contributes in this epoch, or stands by. A
+replica that is behind does not hold the state yet, so it counts from the epoch in which it has caught up.
 
 Every rank evaluates `missing_copies` on the grant that it is configured with. All come to the same answer, so no
 order is sent.

@@ -171,7 +171,9 @@ def _without_old_shadows(s: LighthouseState, now: float) -> Step:
     left, effects = [], list[Effect]()
     for replica, me in s.placement.shadows:
         if is_over(s, me, now) or is_powerless(s, me, now):
-            s, told = tell(s, now, {}, frozenset({(replica, me.incarnation)}))
+            last = s.placement.replicas[replica].incarnation == me.incarnation and not s.views[replica].down
+            exited = frozenset({(replica, me.incarnation)})
+            s, told = tell(s, now, {replica: None} if last else {}, exited)
             effects += told
         else:
             left.append((replica, me))

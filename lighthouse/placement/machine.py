@@ -37,6 +37,7 @@ from lighthouse.placement.state import (
     Presence,
     PresentHost,
     ReplicaPhase,
+    at_rest,
     tried_again,
 )
 from lighthouse.quorum.events import (
@@ -110,8 +111,8 @@ def _hear(s: LighthouseState, event: Event, now: float) -> LighthouseState:
         presence = replace(presence, since=now)
     if isinstance(event, Ticked):
         presence = _without_old(s, presence, now)
-    if not placement.replicas:
-        placement = replace(placement, replicas=(PlacedReplica(),) * s.policy.slots)
+    if (missing := s.policy.slots - len(placement.replicas)) > 0:  # before the first grant their number may grow
+        placement = replace(placement, replicas=(*placement.replicas, *(PlacedReplica(),) * missing))
     match event:
         case ProcessesReported(host=HostReport() as report) if not refusal(s, report):
             name, known = Host.parse(report.path).name, dict(placement.lives)
@@ -233,12 +234,12 @@ def _with_ends(s: LighthouseState, me: PlacedReplica, now: float) -> PlacedRepli
 
 
 def _with_commits(s: LighthouseState, replica: int, me: PlacedReplica) -> PlacedReplica:
-    """Return a record that counts the steps to which an incarnation has contributed; others show no progress."""
+    """Return a record that counts the steps whose base an incarnation held; others show no progress."""
     grant = s.grant
     if grant is None or s.head is None or s.head.commit_epoch != grant.epoch:
         return me
     member, begun = grant.member(replica, me.incarnation), grant.base.step
-    if member is None or member.role != "contribute":
+    if member is None or not member.holds_base:
         return replace(me, until=me.until or begun) if me.contributed else me
     if me.contributed and not me.until:
         return me
@@ -316,7 +317,7 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
     facts: dict[str, object] = {"replica": replica, "incarnation": me.incarnation}
     codes = {str(r.rank): r.code for _, r in me.ended}
     effects: list[Effect] = [Note("ReplicaExited", why, {**facts, "kind": kind, "codes": codes})]
-    rests = replace(me, phase=ReplicaPhase.RESTS, ended=(), failed="", why=why, since=None, contributed=False)
+    rests = at_rest(replace(me, ended=(), failed="", why=why, since=None, contributed=False), policy.hosts)
     if not exited:
         rests = replace(rests, run="", first=me.restart.restarts + 1)
     again = replace(me.restart, restarts=me.restart.restarts + 1)

@@ -71,7 +71,7 @@ class PlacedReplica:
     start: int = 0  # the number of its start, over all replicas
     master: str = ""  # "host:port" of its rank 0
     base: int = 0  # step of the head when it was started; then the newest step less those it has contributed to
-    contributed: bool = False  # it was a contributor when a step was committed
+    contributed: bool = False  # it held the base, as a contributor or on standby, when a step was committed
     until: int = 0  # the last step to which it has contributed, if others have committed since; 0: they have not
     done: bool = False  # its script has ended its part of the job
     ended: tuple[tuple[str, EndedRank], ...] = ()  # ranks that ended by themselves, with the names of their hosts
@@ -167,16 +167,24 @@ def tried_again(me: PlacedReplica) -> PlacedReplica:
     return replace(me, restart=RestartState(me.restart.restarts + 1), failed_on=(), fatal=(0, 0), given_up="")
 
 
-def remembered(placement: Placement, halted: bool = False) -> Placement:
+def at_rest(me: PlacedReplica, hosts: int) -> PlacedReplica:
+    """Return a record that rests; without its hosts if a replica has another number of ``hosts`` now."""
+    me = replace(me, phase=ReplicaPhase.RESTS)
+    return replace(me, places=(), used=(), lives=()) if len(me.places) not in (0, hosts) else me
+
+
+def remembered(placement: Placement, policy: PlacementPolicy | None, halted: bool = False) -> Placement:
     """Return a placement as it counts after a restart of the lighthouse, whose clock is another one.
 
     Args:
         placement: Of the former life.
+        policy: Of this life.
         halted: The job was halted, and is tried once more: no failure counts any more.
     """
 
     def anew(me: PlacedReplica) -> PlacedReplica:
         me = replace(me, due=0.0, since=None, restart=replace(me.restart, prevented=0, prevented_at=0.0))
+        me = at_rest(me, policy.hosts) if policy is not None and me.phase is ReplicaPhase.RESTS else me
         return tried_again(me) if halted else me
 
     shadows = tuple((replica, anew(me)) for replica, me in placement.shadows)

@@ -18,11 +18,13 @@ from ft_hsdp.core.units import EACH_ITS_BATCH, UnitPolicy
 from lighthouse.placement.state import (
     NOBODY_HEARD,
     NOTHING_PLACED,
+    PlacedReplica,
     Placement,
     PlacementPolicy,
     Presence,
     ReplicaPhase,
 )
+from lighthouse.placement.state import remembered as placed
 from lighthouse.quorum import rules
 from lighthouse.quorum.events import Effect, Note, OpenRequest, Reply
 from lighthouse.quorum.rules import (
@@ -145,6 +147,33 @@ class LighthouseState:
         return LighthouseState(policy, term, (View(),) * policy.slots, target)
 
 
+def remembered(s: LighthouseState, halted: bool = False) -> LighthouseState:
+    """Return a state from the store as it counts after a restart of the lighthouse, whose clock is another one.
+
+    An end is told once, so the store says which replicas had ended. It does not where all that may live are heard
+    first (`begin_anew`): later incarnations may run, of which it knows nothing.
+
+    Args:
+        s: What is durable.
+        halted: The job was halted, and is tried once more.
+    """
+    placement = placed(s.placement, s.policy.placing, halted)
+    s = replace(s, edges=rules.remembered(s.edges), placement=placement)
+    if s.fresh and s.epoch:
+        return s
+    newest = {each.replica: each.incarnation for each in s.lives}  # the newest one of a replica is its last
+    shadows = {me.incarnation for _, me in placement.shadows}
+    views = []
+    for replica in range(s.policy.slots):
+        me = placement.replicas[replica] if replica < len(placement.replicas) else PlacedReplica()
+        over = (replica, newest.get(replica, "")) in s.exited
+        if me.incarnation:
+            over = me.phase is ReplicaPhase.RESTS and (bool(me.given_up) or me.incarnation not in shadows)
+        ended = over and me.done and not me.given_up
+        views.append(View(down=over or None, lost=ended or bool(me.given_up), ended=ended))
+    return replace(s, views=tuple(views))
+
+
 # The next state, and what the caller must do once it is durable.
 Step = tuple[LighthouseState, tuple[Effect, ...]]
 
@@ -179,8 +208,8 @@ def begin_anew(s: LighthouseState, report: Report) -> tuple[LighthouseState, Not
     """Return the state without grants, because by ``report`` the store is an older copy.
 
     What was granted since then is unknown. As with an empty store, every replica that may live is heard before the
-    next epoch (`membership.hold_round`). Exits and the head are facts and stay. `transition` raises the term and
-    the epoch above all that a member may have seen.
+    next epoch (`membership.hold_round`). Exits and the head are facts and stay; what the store said of replicas
+    (`remembered`) does not. `transition` raises the term and the epoch above all that a member may have seen.
     """
     assert s.grant is not None
     newest = max(report.epoch, report.after)
@@ -196,7 +225,8 @@ def begin_anew(s: LighthouseState, report: Report) -> tuple[LighthouseState, Not
         "store_epoch": s.grant.epoch,
         "store_term": s.grant.term,
     }
-    s = replace(s, fresh=True, grant=None, epochs=(), settled=0, broken=False, since=None)
+    views = tuple(view if view.incarnation is not None else View() for view in s.views)
+    s = replace(s, fresh=True, grant=None, epochs=(), settled=0, broken=False, since=None, views=views)
     return s, Note("StoreBehind", why, facts)
 
 

@@ -15,7 +15,6 @@ from ft_hsdp.core.units import Places, head, size
 from ft_hsdp.core.voting import LEFT
 from lighthouse.quorum import events as quorum_events
 from lighthouse.quorum import state as quorum
-from lighthouse.quorum.rules import remembered
 from tests.model import invariants, lies
 from tests.model.view import ModelView
 from tests.model.world import (
@@ -426,7 +425,7 @@ class Model(ModelView):
         else:
             views = tuple(quorum.View() for _ in s.views)
             state = replace(s, term=s.term + 1, views=views, broken=False, since=None, settled=0)
-            state = replace(state, edges=remembered(s.edges))
+            state = quorum.remembered(state)
         w = w._replace(lighthouse=self.quorums.id(state))
         places = range(self.bounds.replicas)
         known = {r: None if self.replica(w, r) is None else named(r, w.lives[r]) for r in places}

@@ -62,8 +62,7 @@ class CopyPlan:
 def hosts_of(grant: Grant) -> tuple[MemberHosts, ...]:
     """Return the members of an epoch with their hosts; () if the hosts of one are not known."""
     found = tuple(
-        MemberHosts(m.replica, tuple(map(Host.parse, paths(m.hosts))), m.role == "contribute")
-        for m in grant.members
+        MemberHosts(m.replica, tuple(map(Host.parse, paths(m.hosts))), m.holds_base) for m in grant.members
     )
     return found if all(member.hosts for member in found) else ()
 
@@ -100,8 +99,7 @@ class CopyPlanner:
             refusals: Of holders of this replica's copies, in the order in which commits told them.
         """
         wanted = self.config.copies or DEFAULT_COPIES
-        contributing = [m.replica for m in grant.members if m.role == "contribute"]
-        speaks = self.replica == min(contributing, default=None)
+        speaks = self.replica == min((m.replica for m in grant.donors), default=None)
         if not members:
             known = "the hosts of the ranks are not known" if self.copied else "state.snapshot is on_demand"
             return CopyPlan(grant.epoch, grant.base, Plan((), (), known), 0, {}, False, speaks, wanted)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ft_hsdp.analysis.failures import Failures
-from ft_hsdp.core.grant import Grant, Member, ranges
+from ft_hsdp.core.grant import Grant, Member, Role, ranges
 from ft_hsdp.core.host_report import EndedRank, HostRanks, HostReport, MachineRanks
 from ft_hsdp.core.restart import RestartPolicy
 from ft_hsdp.core.state_id import initial
@@ -14,10 +14,11 @@ from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_UNREACHAB
 from ft_hsdp.memory.hosts import Host
 from lighthouse.placement.machine import decide, refusal
 from lighthouse.placement.signs import assigned, fate, listed_hosts, placed, seen
-from lighthouse.placement.state import RETURN_S, PlacedReplica, PlacementPolicy, ReplicaPhase, remembered
+from lighthouse.placement.state import RETURN_S, PlacedReplica, PlacementPolicy, ReplicaPhase
 from lighthouse.quorum.commands import CULPRIT_S, CommandPlan, Culprit, Impossible, plan, plan_culprit
 from lighthouse.quorum.events import Commanded, Event, HostClosed, Note, ProcessesReported, Ticked, Withdrawn
 from lighthouse.quorum.state import LighthouseState, Policy
+from tests.support.lighthouse.lighthouse_helpers import restarted
 
 EVICT_S, PLACE_S = 2.0, 5.0
 
@@ -102,14 +103,22 @@ class World:
     def at_step(self, step: int) -> None:
         self.s = replace(self.s, head=replace(initial("c", "w"), step=step))
 
-    def commit(self, steps: int, *replicas: int) -> None:
+    def commit(self, steps: int, *replicas: int, standby: int | None = None) -> None:
         """Replicas commit steps in an epoch of their own."""
         base = self.s.head or initial("c", "w")
-        members = tuple(Member(n, self.me(n).incarnation, "contribute") for n in replicas)
+        roles: dict[int, Role] = {n: "standby" if n == standby else "contribute" for n in replicas}
+        members = tuple(Member(n, self.me(n).incarnation, role) for n, role in roles.items())
         grant = Grant(1, self.s.epoch + 1, base, members, 2, "")
         head = replace(base, commit_epoch=grant.epoch, step=base.step + steps)
         self.s = replace(self.s, epoch=grant.epoch, grant=grant, head=head)
         self.settle()
+
+    def restart(self, slots: int | None = None, **placing: Any) -> None:
+        """The lighthouse ends, and another one begins with what it stored, and perhaps with another policy."""
+        policy = self.s.policy
+        assert policy.placing is not None
+        placed = replace(policy.placing, **placing)
+        self.s = restarted(self.s, replace(policy, slots=slots or policy.slots, placing=placed))
 
     def lose(self, *hosts: str, after_s: float = EVICT_S + 1) -> None:
         """Hosts are silent from now on, for so long that they count as lost."""
@@ -436,7 +445,7 @@ def test_a_script_that_ends_each_replica_before_the_first_step_ends_the_job(code
         assert bool(w.s.halted) == (0 < ends <= number + 1)
     assert (w.s.placement.wrong, bool(w.s.halted)) == (ends > 0, ends > 0)
     assert w.told("JobHalted") == [w.s.halted] * bool(ends)
-    w.s = replace(LighthouseState.empty(w.s.policy, term=2), placement=remembered(w.s.placement, halted=True))
+    w.restart()
     w.settle(10.0)
     assert (len(w.runs()), w.s.placement.wrong) == (2, False)  # a job that was halted is tried once more
 
@@ -635,19 +644,31 @@ def test_a_host_that_ends_ranks_again_and_again_is_left_if_others_train_beside_t
     assert w.me().used == (used,)
 
 
+@pytest.mark.parametrize("standby", [None, 0])
 @pytest.mark.parametrize(("own", "healthy"), [((1,), False), ((6, 3), False), ((6, 4), True)])
 def test_steps_that_others_commit_without_a_replica_are_no_progress_of_it(
-    own: tuple[int, ...], healthy: bool
+    own: tuple[int, ...], healthy: bool, standby: int | None
 ) -> None:
     w = World("a", "b", "c", each=1)
     for _ in range(3):
         w.commit(12, 1)  # while it is started
         for steps in own:
-            w.commit(steps, 0, 1)
+            w.commit(steps, 0, 1, standby=standby)
             w.commit(12, 1)  # without it again
         w.ends("a", 0, 70)
         w.settle(10.0)
     assert (w.me().used, w.me().restart.used) == ((("a",), 1) if healthy else (("c",), 3))
+
+
+def test_a_replica_with_fewer_ranks_that_stands_by_has_started_and_leaves_to_have_all() -> None:
+    w = World("a", "b", "c", "d", shrink_to=2)
+    w.at_step(5)
+    w.lose("d", after_s=EVICT_S + PLACE_S + 1)
+    w.commit(1, 0, 1, standby=1)
+    w.cut.clear()
+    w.settle()
+    (narrow,) = assigned(w.s, "c")
+    assert (narrow.hosts, narrow.trains, narrow.leaves) == (("c", "c"), True, True)
 
 
 def test_a_host_that_is_told_to_end_gives_its_ranks_to_a_spare_one() -> None:
@@ -675,14 +696,63 @@ def test_a_replica_whose_host_is_told_to_end_has_no_place_unless_all_hosts_are(
 
 def test_after_the_lighthouse_was_started_again_all_stays_where_it_is() -> None:
     w = World("a", "b", "c", each=1)
+    w.restart()
     before = w.s.placement
-    w.s = replace(LighthouseState.empty(w.s.policy, term=2), placement=remembered(before))
     w.now = 7.0
     w.report("b")
     w.settle(EVICT_S / 2)
-    assert w.s.placement == remembered(before)
+    assert w.s.placement == before
     w.lose("a", after_s=2 * EVICT_S)
     assert w.me().used == ("c",)
+
+
+def views(w: World) -> list[tuple[bool | None, bool, bool]]:
+    return [(view.down, view.lost, view.ended) for view in w.s.views]
+
+
+def test_a_lighthouse_that_was_started_again_knows_who_rests_is_given_up_or_done() -> None:
+    w = World("a", "b", "c", "d", "e", each=1, replicas=5)
+    for _ in range(4):
+        w.ends("a", 0, -9)
+        w.settle(61.0)
+    w.apply(Commanded("drain", 1, "a new fan", w.now))
+    w.leave("b")
+    w.has["c"][w.me(2).incarnation] = replace(w.has["c"][w.me(2).incarnation], done=True)
+    for rank in (0, 1):
+        w.ends("c", rank, 0)
+    w.settle()
+    w.apply(Commanded("drain", 3, "a new fan", w.now))
+    w.lose("d")
+    rest = [(True, True, False), (True, False, False), (True, True, True)]
+    for restarts in range(2):
+        assert views(w)[:3] == rest
+        assert not w.s.views[3].down, "its host is silent"
+        assert not w.s.views[4].down
+        if not restarts:
+            w.restart()
+            w.settle()
+    w.cut.clear()
+    w.settle()
+    assert [w.s.views[n].down for n in (3, 4)] == [True, None]
+
+
+def test_replicas_that_rest_get_hosts_by_another_number_of_hosts_or_of_replicas() -> None:
+    for hosts in (1, 4):
+        w = World("a", "b", "c", "d", shrink_to=1)
+        w.s = replace(w.s, drained=frozenset({1}))
+        w.leave("c")
+        w.leave("d", 2, 3)
+        w.settle()
+        w.s = replace(w.s, drained=frozenset())
+        w.restart(slots=3, hosts=hosts)
+        w.lose(*"abcd")
+        for host in "abcdefgh":
+            w.join(host, life="b", space="there")
+            w.cut.discard(host)
+            w.settle()
+        w.settle(PLACE_S / 2)
+        assert [len(w.me(n).used) for n in range(2)] == [hosts] * 2
+        assert (w.told_as("Shrunk"), w.told_as("Grown"), len(w.s.placement.replicas)) == ([], [], 3)
 
 
 def test_what_does_not_ask_for_a_step_is_started_again() -> None:
@@ -747,8 +817,8 @@ def test_the_ranks_of_a_drained_host_move_to_a_spare_one_and_it_gets_none_until_
     assert not order(w, "drain-host", "c"), "the spare host is promised"
     w.leave("a")
     w.leave("b", 2, 3)
-    w.s = replace(LighthouseState.empty(w.s.policy, term=2), placement=remembered(w.s.placement))
-    w.settle()  # the lighthouse was started again
+    w.restart()
+    w.settle()
     assert (w.me().used, w.me().restart.used, w.me(1).restart.restarts) == (("a", "e"), 0, 0)
     assert w.told("HostReplaced")[0].endswith("a new fan")
     w.lose("e")

@@ -10,9 +10,9 @@ from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostRanks, HostRe
 from ft_hsdp.core.restart import RestartPolicy
 from lighthouse.placement.machine import decide, refusal
 from lighthouse.placement.signs import assigned, seen
-from lighthouse.placement.state import PlacementPolicy, ReplicaPhase, remembered
+from lighthouse.placement.state import PlacementPolicy, ReplicaPhase
 from lighthouse.quorum.events import Event, HostClosed, ProcessesReported, Ticked
-from lighthouse.quorum.state import LighthouseState, Policy
+from lighthouse.quorum.state import LighthouseState, Policy, remembered
 
 EVICT_S = 1.0
 HOSTS = "abcde"
@@ -105,8 +105,8 @@ class Walk:
                     self.apply(HostClosed(there.report, self.now))
         elif pick < 0.06:
             state = LighthouseState.empty(self.s.policy, self.s.term + 1)
-            placement = remembered(self.s.placement)
-            self.s = replace(state, placement=placement, exited=self.s.exited, lives=self.s.lives)
+            kept = {name: getattr(self.s, name) for name in ("placement", "exited", "lives")}
+            self.s = remembered(replace(state, **kept))
             self.now = self.random.choice((5.0, self.now, 1e4))
         elif pick < 0.07:
             self.s = replace(self.s, drained=self.s.drained ^ {self.random.randrange(2)})

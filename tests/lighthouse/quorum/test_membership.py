@@ -319,6 +319,16 @@ def test_nobody_is_waited_for_longer_than_return_wait_s():
     assert job.wait(2.0).grant(0).ring == (0, 1)
 
 
+def test_after_a_restart_nobody_that_has_exited_is_waited_for_longer_than_return_wait_s():
+    job = all_killed(on_lost_head="rollback", return_wait_s=30.0)
+    job.restart()
+    job.runs({0: 1, 1: 1})
+    job.ask(0, at(1, 3), life=1)
+    job.ask(1, at(1, 3), life=1)
+    assert not job.wait(29.0).answers, "replica 2 may come back with the head"
+    assert job.wait(2.0).grant(0).ring == (0, 1)
+
+
 def test_the_wait_for_a_return_begins_with_the_exit():
     job = all_killed(return_wait_s=30.0)
     job.runs({0: 1, 1: 1})
@@ -429,6 +439,18 @@ def test_a_store_that_is_behind_its_members_names_everybody_in_a_new_term(known)
     assert grant.term > max(seen["max_term"], 102)
     assert grant.epoch > max(seen["epoch"], seen.get("after", 0), 4)
     assert roles(grant) == {0: "contribute", 1: "contribute", 2: "behind"}
+
+
+def test_exits_in_a_store_that_is_behind_do_not_say_that_no_later_incarnation_runs():
+    job = Script(term=100)
+    job.first(0, 1, 2)
+    job.runs({2: None}, exited=[(2, 0)])
+    for _ in range(2):
+        job.restart()
+        for r in (0, 1):
+            assert not job.ask(r, at(4, 8), epoch=5, max_term=103).answers
+        assert not job.wait(HOUR).answers
+    assert job.ask(2, at(4, 8), life=1, epoch=5, max_term=103, number=10**15).grant(2).ring == (0, 1, 2)
 
 
 def test_a_store_that_is_behind_waits_only_for_who_may_live():

@@ -112,6 +112,14 @@ class Out:
         return answer
 
 
+def restarted(s: LighthouseState, policy: Policy | None = None) -> LighthouseState:
+    """What the next lighthouse begins with."""
+    store = MemoryStore()
+    store.load(s.policy)
+    store.save(s)
+    return MemoryStore(store.rows).load(policy or s.policy)
+
+
 class Script:
     """Feeds events to `transition`, one after the other.
 
@@ -163,10 +171,7 @@ class Script:
 
     def restart(self) -> None:
         """The lighthouse ends, and another one begins with what it stored."""
-        store = MemoryStore()
-        store.load(self.s.policy)
-        store.save(self.s)
-        self.s = MemoryStore(store.rows).load(self.s.policy)
+        self.s = restarted(self.s)
 
     def first(self, *replicas: int) -> Grant:
         """The first epoch, of these replicas; the others are down."""

@@ -66,11 +66,13 @@ def kept(*shards: tuple[int, int]) -> KeptCopies:
 UNDER_WAY = kept()
 
 
-def grant(epoch: int, step: int, members: Mapping[int, tuple[str, ...]], behind: Iterable[int] = ()) -> Grant:
+def grant(
+    epoch: int, step: int, members: Mapping[int, tuple[str, ...]], behind: Iterable[int] = (), standby: int = -1
+) -> Grant:
     """An epoch whose members have ranks on these hosts."""
 
     def role(replica: int) -> Role:
-        return "behind" if replica in behind else "contribute"
+        return "standby" if replica == standby else "behind" if replica in behind else "contribute"
 
     made = tuple(
         Member(
@@ -361,6 +363,13 @@ def test_a_job_that_falls_to_one_replica_says_so_and_is_protected_again(tmp_path
     one.keeper.settled(state(5), False, CopyCost())
     assert [name for name, _ in one.told()] == ["Unprotected", "Protected", "Unprotected"]
     assert one.keepers() == [(2, {"r1h0": "2-3", "r1h1": "0-1"}), (0, {})]
+
+
+def test_a_replica_on_standby_is_a_copy_and_says_so(tmp_path: Path) -> None:
+    one = Rank(tmp_path, 0, 0, 2)
+    one.keeper.configure(grant(1, 0, {0: ("g",) * 4, 1: ("h",) * 4}, standby=0))
+    one.keeper.settled(state(0), True, CopyCost())
+    assert (one.agent.owed, [name for name, _ in one.told()]) == ([()], ["Protected"])
 
 
 @pytest.mark.parametrize(
