@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Mapping
+from urllib.parse import SplitResult, urlsplit
 
 from ft_hsdp.errors import ConfigError
 
@@ -29,6 +30,15 @@ def split(address: str) -> tuple[str, int]:
     if not host or (":" in host) != bracketed or not (port.isascii() and port.isdigit() and int(port) < 2**16):
         raise ValueError(f"{address[:60]!r} is not host:port; an IPv6 address stands in brackets: [::1]:8765")
     return host[1:-1] if bracketed else host, int(port)
+
+
+def parse_url(url: str) -> SplitResult | None:
+    """Return the parts of a URL; None if it has no host that can be looked up, or a port that is none."""
+    try:
+        found = urlsplit(url)
+        return found if found.hostname and found.hostname.encode("idna") and found.port != 0 else None
+    except ValueError:
+        return None
 
 
 def family(host: str) -> socket.AddressFamily:

@@ -8,6 +8,7 @@ finds what has expired or does not fit.
 from __future__ import annotations
 
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 
 from ft_hsdp import address
@@ -69,16 +70,24 @@ def trusted(network: NetworkConfig) -> Trusted:
     return True if found is None else found
 
 
-def check(network: NetworkConfig) -> str:
-    """Return what `doctor` reports of the certificates, after a check of the host name that local clients use.
+def check(network: NetworkConfig, elsewhere: Sequence[str] = ()) -> str:
+    """Return what `doctor` reports of the certificates.
+
+    Args:
+        elsewhere: URLs of the lighthouses on other machines; (): they are here. Then the key is tested, too, and
+            the host name that local clients use.
 
     Raises:
-        ConfigError: As from `server` and `client`.
+        ConfigError: As from `client`, and from `server` if that is here.
     """
-    context = server(network)
+    context = None if elsewhere else server(network)
     client(network)
+    if any(url.lower().startswith("https:") for url in elsewhere):
+        known = network.tls_ca or network.tls_certificate or "the authorities of this machine"
+        return f"HTTPS; trusted here: {known}"
     if context is None:
-        return "HTTP, so tokens can be read on the way; use it on one machine or in a private network only"
+        read = "steps, addresses, events and a viewer's key"
+        return f"HTTP, so {read} can be read on the way; use it on one machine or in a private network only"
     assert network.tls_certificate is not None
     context.verify_mode = ssl.CERT_NONE
     host = address.reached(network.host)

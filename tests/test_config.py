@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.config import Config, agreed, config_hash, dump, load, parse, resume_hash
+from ft_hsdp.config import Config, agreed, config_hash, dump, load, parse, public, resume_hash
 from ft_hsdp.fault_injection import PLACES
 from tests.support.refused import refused
 
@@ -324,3 +324,16 @@ def test_what_replicas_must_share_is_listed_by_key_and_bounded() -> None:
     assert max(len(key) + len(value) for key, value in rules.items()) <= 200
     other = agreed(parse({"data": {"path": "x" * 3999 + "y"}, "max_replicas": 4}))
     assert [key for key in rules if rules[key] != other[key]] == ["data.path"]
+
+
+def test_what_may_be_a_secret_is_not_in_what_others_read() -> None:
+    etcd = ["http://root:hunter2@a:2379", "http://b:2379"]
+    ray = {"runtime_env": {"env_vars": {"A": "hunter2"}, "pip": ["https://u:hunter2@p/x"]}, "labels": {"a": "b"}}
+    alerts = [{"url": "https://a/hunter2"}, {"command": ["tell", "hunter2"]}]
+    config = parse({"lighthouse": {"etcd": etcd, "count": 3}, "ray": ray, "alerts": alerts})
+    shown = public(config)
+    assert "hunter2" not in dump(shown)
+    assert shown == parse(
+        {"lighthouse": {"etcd": ["http://a:2379", "http://b:2379"], "count": 3}, "ray": {"labels": {"a": "b"}}}
+    )
+    assert (agreed(shown), public(Config())) == (agreed(config), Config())

@@ -66,12 +66,17 @@ def test_what_fits_is_taken(here, keys):
     assert min(server.minimum_version, client.minimum_version) >= ssl.TLSVersion.TLSv1_2
     said = tls.check(network(here, **keys))
     assert said.startswith("HTTPS as 127.0.0.1 until ")
+    elsewhere = network(here, **{**keys, "tls_key": "nowhere"})  # it is with the lighthouse alone
+    refused(lambda: tls.check(elsewhere), "No such file", "network.tls_key")
+    assert tls.check(elsewhere, ["https://head:1"]).startswith("HTTPS; ")
+    assert tls.check(elsewhere, ["http://head:1"]).startswith("HTTP, ")
 
 
 def test_without_keys_it_is_http(here):
     assert tls.server(network(here)) is None
     assert tls.client(network(here)) is None
     assert tls.check(network(here)).startswith("HTTP, ")
+    assert tls.check(network(here), ["https://head:1"]).startswith("HTTPS; ")
 
 
 BAD_SERVER = [
@@ -114,6 +119,7 @@ def test_what_does_not_fit_the_lighthouse_is_one_line(here, keys, key, why):
 @pytest.mark.parametrize(("keys", "key", "why"), BAD_CLIENT)
 def test_what_does_not_fit_a_client_is_one_line(here, keys, key, why):
     refused(lambda: tls.client(network(here, **keys)), why, f"network.{key}")
+    refused(lambda: tls.check(network(here, **keys), ["https://head:1"]), why, f"network.{key}")
 
 
 @pytest.mark.parametrize("name", ["elsewhere", "nameless"])

@@ -25,7 +25,7 @@ Example:
 
 from ft_hsdp.config.chaos import ChaosConfig, DebugConfig, FailpointConfig
 from ft_hsdp.config.config import Config
-from ft_hsdp.config.loader import agreed, config_hash, dump, json_schema, load, parse, resume_hash
+from ft_hsdp.config.loader import agreed, config_hash, dump, json_schema, load, parse, public, resume_hash
 from ft_hsdp.config.network import AlertConfig, LighthouseConfig, NetworkConfig, RayConfig
 from ft_hsdp.config.running import (
     CheckpointConfig,
@@ -68,5 +68,6 @@ __all__ = [
     "json_schema",
     "load",
     "parse",
+    "public",
     "resume_hash",
 ]

@@ -23,6 +23,7 @@ Model = TypeVar("Model", bound=BaseModel)
 VALUE_LIMIT = 160  # characters of one agreed value
 _INT_TAG, _FLOAT_TAG, _MERGE_TAG = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "merge"))
 _SURPRISING = re.compile(r"[-+]?0[0-9_]+$|.*:")  # 010 is 8, and 1:30 is 90
+_PASSWORD = re.compile("//[^/?#]*@")
 _EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
 
@@ -146,6 +147,25 @@ def dump(config: Config) -> str:
         config.model_dump(), Dumper=YamlDumper, sort_keys=False, allow_unicode=True, default_flow_style=False
     )
     return text
+
+
+def public(config: Config) -> Config:
+    """Return the configuration without what may be a secret, for files that others than its owner may read.
+
+    Args:
+        config: of a job.
+
+    Returns:
+        A copy without alerts, whose webhooks and commands are secrets; without passwords in URLs of etcd; and
+        without Ray's runtime environment, which has variables and URLs of packages.
+    """
+    etcd = tuple(_PASSWORD.sub("//", url) for url in config.lighthouse.etcd)
+    changes = {
+        "alerts": (),
+        "lighthouse": config.lighthouse.model_copy(update={"etcd": etcd}),
+        "ray": config.ray.model_copy(update={"runtime_env": {}}),
+    }
+    return config.model_copy(update=changes)
 
 
 def agreed(config: Config) -> dict[str, str]:

@@ -187,6 +187,10 @@ class RayConfig(Section):
         if not self.bundle:
             allowed = "more than 0 without GPUs and other resources: a rank that asks for nothing has no place"
             raise refuse("resources.CPU", 0.0, allowed)
+        variables = self.runtime_env.get("env_vars")
+        for name, value in variables.items() if isinstance(variables, dict) else ():
+            if not isinstance(value, str):  # Ray would show it, and it may be a secret
+                raise refuse(f"runtime_env.env_vars.{name}", type(value).__name__, "text: put it in quotes")
         return self
 
     @property

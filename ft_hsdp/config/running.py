@@ -156,7 +156,9 @@ class HostsConfig(Section):
         "needs hosts.per_replica",
     )
     check: Seconds = Field(
-        0.0, description="seconds in which a machine tries its parts before it joins, or is refused; 0: none"
+        0.0,
+        description="seconds in which a machine tries its parts before it joins, or is refused, under `host`, "
+        "`replica` and `submit`; 0: none",
     )
     labels: dict[str, Domains] = Field(
         {},

@@ -214,7 +214,8 @@ def parse_urls(text: str, option: str = "--lighthouse") -> tuple[str, ...]:
         ConfigError: a part is no http or https URL, or there is none.
     """
     urls = tuple(part.strip().rstrip("/") for part in text.split(",") if part.strip())
-    if not urls or any(urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc for url in urls):
+    found = [address.parse_url(url) for url in urls]
+    if not urls or any(parts is None or parts.scheme not in ("http", "https") for parts in found):
         raise ConfigError(option, text, "http://HOST:PORT, and more of them after commas")
     return urls
 

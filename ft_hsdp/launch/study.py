@@ -37,7 +37,7 @@ from ft_hsdp.analysis.studies import (
     outages,
     variant_name,
 )
-from ft_hsdp.config import Config, dump, load, parse
+from ft_hsdp.config import Config, dump, load, parse, public
 from ft_hsdp.config.base import Int, PathText, Section, refuse
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.config.loader import load_as
@@ -313,7 +313,7 @@ def _train(cell: Cell, stop: threading.Event) -> None:
     """Train one variant. Blocks until it is trained, or ``stop`` is set."""
     shutil.rmtree(cell.folder, ignore_errors=True)
     cell.folder.mkdir(parents=True)
-    (cell.folder / "config.yaml").write_text(dump(cell.config), encoding="utf-8")
+    (cell.folder / "config.yaml").write_text(dump(public(cell.config)), encoding="utf-8")
     (cell.folder / "plan.json").write_bytes(PLAN.dump_json(cell.plan))
     ranks, (port,) = cell.config.ranks_per_replica, free_ports(1)
     places = {f"rank-{rank}.log": place(rank, rank, ranks, port) for rank in range(ranks)}

@@ -360,7 +360,17 @@ async def test_the_only_one_is_asked_once_whatever_it_answers() -> None:
 
 def test_lists_of_lighthouses() -> None:
     assert parse_urls("http://a:1/, https://b:2") == ("http://a:1", "https://b:2")
-    for text in ("", ",", "a:1", "http://", "http://a:1,b:2", "ftp://a:1"):
+    for text in (
+        "",
+        ",",
+        "a:1",
+        "http://",
+        "http://a:1,b:2",
+        "ftp://a:1",
+        "http://a:x",
+        "http://[::1",
+        "http://a:99999",
+    ):
         refused(lambda text=text: parse_urls(text), "--lighthouse")
     assert urls_of_run({"pid": 1, "url": A}) == (A,)
     assert urls_of_run({"pid": 1, "url": B, "urls": [A, B, C]}) == (B, A, C)

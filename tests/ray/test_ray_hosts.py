@@ -8,11 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
+from unittest import mock
 
 from ray.exceptions import RayActorError
 
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.launch.ray import hosts
 from ft_hsdp.launch.ray.actor import ActorLocation, HeldNews, HostOrder, News
 from ft_hsdp.launch.ray.hosts import RayHosts
 from ft_hsdp.launch.ray.placement import PlacementRequest
@@ -241,3 +243,15 @@ async def test_what_a_node_refuses_is_the_fault_of_the_configuration_only_if_non
             actor.says(over=True, events=[{"event": "Seen"}])
         await async_until(world.hosts.end, "the end of all agents")
         assert len(world.told("Seen")) == 2
+
+
+async def test_a_host_that_does_not_open_is_tried_elsewhere_and_there_again_if_no_node_is_free(tmp_path) -> None:
+    with mock.patch.object(hosts, "PAUSE_S", 0.01):
+        async with World(tmp_path, "a", replicas=1).running() as world:
+            world.refuses = Retryable("no lighthouse")
+            await world.until(lambda: len(world.groups) == 3, "a place on any node")
+            assert [group.request.avoid for group in world.groups] == [(), ("a",), ()]
+            assert [row["reason"] for row in world.told("StartPrevented")] == ["no lighthouse"] * 2
+            world.refuses = None
+            world.nodes += "a"
+            await world.has("a-r0-3")

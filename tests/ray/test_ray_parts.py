@@ -1,21 +1,28 @@
+import asyncio
 import os
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+import ray
 
 from ft_hsdp.config import Config, dump, load, parse
 from ft_hsdp.config.entry import stamped
-from ft_hsdp.errors import ConfigError
+from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.jsonl import replace_json
-from ft_hsdp.launch.ray import logs, placement, submit
-from ft_hsdp.launch.ray.actor import make_folder, place_script
-from ft_hsdp.launch.ray.cluster import RayOutput, destination
+from ft_hsdp.launch.ray import actor, logs, placement, submit
+from ft_hsdp.launch.ray.actor import ActorSetup, HostActor, HostOrder, make_folder, place_script
+from ft_hsdp.launch.ray.cluster import RayOutput, check_listening, connected, destination
 from ft_hsdp.launch.ray.logs import LogPiece, LogReceiver, LogSender
 from ft_hsdp.launch.ray.submit import check, entrypoint, job_environment, not_used, with_hosts, within_reach
 from ft_hsdp.launch.run.directory import RunDir
@@ -136,8 +143,27 @@ def test_a_destination_is_a_head_or_its_jobs_api(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for address in ("auto", "10.0.0.1:6379", "head:6379", "[fd00::1]:6379", "http://head:8265", "https://head"):
         assert destination(address) == address
-    for address in ("ray://head:10001", "head", "head:0", "head:x", ":6379", ""):
-        refused(lambda address=address: destination(address), "http://HOST:8265")
+    no_jobs_api = (
+        "http://head:99999",
+        "http://head:abc",
+        "http://[::1",
+        "http://",
+        "https://head:0",
+        "http://a..b",
+    )
+    for address in (
+        "ray://head:10001",
+        "head",
+        "head:0",
+        "head:x",
+        ":6379",
+        "",
+        "[::1:1",
+        "fd00::1:1",
+        *no_jobs_api,
+    ):
+        for take in (destination, check_listening):
+            refused(lambda address=address, take=take: take(address), "http://HOST:8265")
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert (destination("auto"), destination("other:1")) == ("head:6379", "other:1")
 
@@ -341,3 +367,67 @@ def test_a_job_whose_submission_is_interrupted_is_stopped(tmp_path: Path, monkey
             parse({"job": {"name": "a"}}), tmp_path / "c.yaml", (), "http://h:8265", json=False
         )
     assert not running
+
+
+def test_what_ray_says_of_an_environment_has_names_alone() -> None:
+    given = {"env_vars": {"API_KEY": "hunter2"}, "pip": 3}
+    with mock.patch.object(ray, "init", side_effect=ValueError("no such package")):
+        line = refused(lambda: connected("auto", given).__enter__(), "env_vars, pip", key="ray.runtime_env")
+    assert "hunter2" not in line
+    line = refused(lambda: config(ray={"runtime_env": {"env_vars": {"API_KEY": 12345}}}), "quotes")
+    assert "12345" not in line
+
+
+@contextmanager
+def on_a_node(folder: Path, **document: object) -> Iterator[tuple[HostActor, HostOrder]]:
+    """An actor, and what it is told to run; ranks have stand-ins, and no lighthouse answers."""
+
+    class Agent:
+        name, held = "vm-r0", dict[str, Any]()
+
+        def __init__(self, *_: object, say: Any, **__: object) -> None:
+            say("no lighthouse answers")
+
+        async def run(self) -> int:
+            return 0
+
+    class Ranks:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.pool, self.close = SimpleNamespace(shown=[]), mock.AsyncMock()
+
+    given = config(ray={"folder": str(folder)}, timeouts={"reach_s": 0.01}, **document)
+    context = SimpleNamespace(get_node_id=lambda: "n1", get_node_labels=dict, get_accelerator_ids=dict)
+    standins = {"HostAgent": Agent, "LocalRanks": Ranks, "ForkServer": lambda *_, **__: mock.AsyncMock()}
+    with (
+        socket.socket() as silent,
+        mock.patch.dict(os.environ),
+        mock.patch.object(ray.util, "get_node_ip_address", return_value="127.0.0.1"),
+        mock.patch.object(ray, "get_runtime_context", return_value=context),
+        mock.patch.multiple(actor, **standins),
+    ):
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        order = (dump(given), "t" * 64, "k" * 64, (url,), str(folder / "elsewhere"), "127.0.0.1")
+        yield HostActor(ActorSetup("a", given.ray, "", "m", (), 1.0)), HostOrder("r0", (0, 0), (0,), None, *order)
+
+
+async def test_a_node_that_reaches_no_lighthouse_or_is_broken_is_none_for_a_host(tmp_path: Path) -> None:
+    with on_a_node(tmp_path, hosts={"check": 0.01}) as (host, order):
+        with pytest.raises(Retryable, match=f"{socket.gethostname()}: .*{order.urls[0]}"):
+            await host.open(order)
+        broken = mock.AsyncMock(return_value="hosts.check: disk")
+        with (
+            mock.patch.object(actor, "wait_for_lighthouse"),
+            mock.patch.object(actor.burn_in, "failure", broken),
+            pytest.raises(Retryable, match=f"{socket.gethostname()}: hosts.check"),
+        ):
+            await host.open(order)
+
+
+async def test_what_an_agent_says_on_a_node_arrives_in_a_log(tmp_path: Path) -> None:
+    with on_a_node(tmp_path) as (host, order), mock.patch.object(actor, "wait_for_lighthouse"):
+        await host.open(order)
+        await asyncio.sleep(0)
+        (piece,) = (await host.news(0)).pieces
+        assert (piece.name.startswith("nodes/"), piece.data) == (True, b"no lighthouse answers\n")
+        await host.close()

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 from typing import Any
-from urllib.parse import urlsplit
 
+from ft_hsdp.address import parse_url
 from ft_hsdp.config import Config
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided, ask
 from ft_hsdp.launch.ray.placement import PlacementRequest, request
@@ -69,15 +69,11 @@ def _connect(address: str) -> None:
     """Check that something listens at an address: Ray itself would try for half a minute. Raises Bad."""
     if address == "auto":
         return  # only Ray knows the address
-    place = urlsplit(address if "://" in address else f"//{address}")
-    try:
-        port = place.port
-    except ValueError:
-        port = None
-    if not place.hostname or port is None:
+    place = parse_url(address if "://" in address else f"//{address}")
+    if place is None or place.port is None:
         raise Bad(f"--ray-address {address}: give HOST:PORT, or auto for the cluster of this machine")
     try:
-        socket.create_connection((place.hostname, port), timeout=CONNECT_S).close()
+        socket.create_connection((place.hostname, place.port), timeout=CONNECT_S).close()
     except OSError as error:
         why = error.strerror or error
         raise Bad(

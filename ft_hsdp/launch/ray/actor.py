@@ -23,12 +23,13 @@ from urllib.parse import urlsplit
 import ray
 import ray.util
 
-from ft_hsdp import secret
+from ft_hsdp import secret, tls
 from ft_hsdp.address import loopback
 from ft_hsdp.config import Config, RayConfig, dump, load
 from ft_hsdp.control.lighthouse_client import LighthouseClient
-from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
-from ft_hsdp.jsonl import replace_json
+from ft_hsdp.errors import ConfigError, FtHsdpError, LighthouseUnreachable, Retryable
+from ft_hsdp.jsonl import open_to_append, replace_json
+from ft_hsdp.launch import burn_in
 from ft_hsdp.launch.agent import HostAgent, agent_path
 from ft_hsdp.launch.backend.forkserver import SPAWN_S, ForkServer
 from ft_hsdp.launch.backend.ranks import LocalRanks
@@ -37,6 +38,7 @@ from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.ray.logs import NODES, LogPiece, LogSender
 from ft_hsdp.launch.ray.placement import host_environment
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json, supervised
+from ft_hsdp.launch.standalone import wait_for_lighthouse
 from ft_hsdp.lifetime import identity
 from ft_hsdp.protocol import SupervisorReply
 
@@ -125,11 +127,12 @@ class HostActor:
         self._woken = asyncio.Event()
 
     async def open(self, order: HostOrder) -> ActorLocation:
-        """Make the actor's folder, start the fork server, then the agent; return where the actor runs.
+        """Make the actor's folder, try the node, start the fork server, then the agent; return where it runs.
 
         Raises:
             ConfigError: This node cannot use `ray.folder`, or the configuration.
-            Retryable: The preloaded process does not start, or no lighthouse can be reached from here.
+            Retryable: No lighthouse answers here within `timeouts.reach_s`, `hosts.check` has found something, or
+                the preloaded process does not start.
         """
         setup, address = self._setup, ray.util.get_node_ip_address()
         change_folder(setup.cwd)
@@ -144,6 +147,13 @@ class HostActor:
         machine, node = socket.gethostname(), context.get_node_id()
         labels = cast(dict[str, str], context.get_node_labels())  # not lists, as its type says
         os.environ.update(host_environment(machine, node, labels, setup.ray, os.environ))  # for the ranks, too
+        try:
+            trusted, reach_s = tls.trusted(config.network), config.timeouts.reach_s
+            await asyncio.to_thread(wait_for_lighthouse, run, trusted, reach_s)
+        except LighthouseUnreachable as error:
+            raise Retryable(f"{machine}: {error}") from None
+        if config.hosts.check and (why := await burn_in.failure(config, run.config, run.path)):
+            raise Retryable(f"{machine}: {why}")
         path = f"{agent_path(config, os.environ)}-{order.name}"
         self._forks = ForkServer(
             run.path,
@@ -156,7 +166,8 @@ class HostActor:
             ),
         )
         log = f"{NODES}/{socket.gethostname()}-{os.getpid()}.log"
-        self._sender = LogSender(run.path, {run.path / "forkserver.log": log})
+        self._log = run.path / "agent.log"
+        self._sender = LogSender(run.path, dict.fromkeys((run.path / "forkserver.log", self._log), log))
         await self._forks.start()
         gpus = tuple(context.get_accelerator_ids().get("GPU", ())) if config.train.device != "cpu" else ()
         self._ranks = LocalRanks(
@@ -175,6 +186,7 @@ class HostActor:
             home=order.home,
             only=order.only,
             emit=self._emit,
+            say=self._say,
             news=self._take,
             may_start=self._may_start,
         )
@@ -254,6 +266,10 @@ class HostActor:
     def _emit(self, event: Row) -> None:
         self._events.append(event)
         self._woken.set()
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError), open_to_append(self._log) as log:
+            log.write(f"{line}\n".encode())
 
     def _take(self, reply: SupervisorReply) -> None:
         self._progress.saw(reply.step, reply.finished, reply.halted)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a driver keeps the devices that it was given
 
@@ -20,6 +20,7 @@ import ray
 import ray.util
 from ray.exceptions import RayError, RayTaskError
 
+from ft_hsdp.address import parse_url
 from ft_hsdp.errors import EXIT_UNREACHABLE, ConfigError, FtHsdpError, Retryable
 from ft_hsdp.jsonl import open_to_append
 
@@ -87,16 +88,21 @@ def destination(address: str) -> str:
     """
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "") or address
-    if address == "auto" or urlsplit(address).scheme in ("http", "https"):
-        return address
-    host, _, port = address.rpartition(":")
-    if "://" in address or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        allowed = (
-            "auto or HOST:PORT of the cluster's head, on a node of it; from elsewhere http://HOST:8265, its Jobs "
-            "API (ranks could not reach a ray:// client, which is no node)"
-        )
-        raise ConfigError(KEY, address, allowed)
+    if address != "auto":
+        _parse(address)
     return address
+
+
+def _parse(address: str) -> SplitResult:
+    """Return the parts of HOST:PORT, or of an http(s) URL. Raises ConfigError as `destination`."""
+    parts = parse_url(address if "://" in address else f"//{address}")
+    if parts is not None and (parts.scheme in ("http", "https") or (parts.netloc == address and parts.port)):
+        return parts
+    allowed = (
+        "auto or HOST:PORT of the cluster's head, on a node of it; from elsewhere http://HOST:8265, its Jobs "
+        "API (ranks could not reach a ray:// client, which is no node)"
+    )
+    raise ConfigError(KEY, address, allowed)
 
 
 @contextlib.contextmanager
@@ -127,9 +133,8 @@ def connected(address: str, runtime_env: dict[str, Any] | None = None) -> Iterat
             except (RayError, ConnectionError, TimeoutError) as error:
                 raise ClusterUnreachable(_refused(address, error)) from None
             except (ValueError, TypeError) as error:
-                raise ConfigError(
-                    "ray.runtime_env", runtime_env, f"what Ray takes ({first_line(error)})"
-                ) from None
+                names = ", ".join(map(str, runtime_env or ()))  # the values may be secrets
+                raise ConfigError("ray.runtime_env", names, f"what Ray takes ({first_line(error)})") from None
         try:
             context = ray.get_runtime_context()
             cwd = "" if "working_dir" in dict(context.runtime_env) else os.getcwd()
@@ -142,9 +147,10 @@ def check_listening(address: str) -> None:
     """Connect to HOST:PORT or to a URL once. Blocks for up to `CONNECT_S`.
 
     Raises:
+        ConfigError: As from `destination`.
         ClusterUnreachable: Nothing listens there.
     """
-    parts = urlsplit(address if "://" in address else f"//{address}")
+    parts = _parse(address)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
         socket.create_connection((parts.hostname or "", port), CONNECT_S).close()

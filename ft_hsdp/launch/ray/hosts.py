@@ -20,7 +20,7 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, RayError
 
 from ft_hsdp import secret
-from ft_hsdp.config import Config, dump
+from ft_hsdp.config import Config, dump, public
 from ft_hsdp.config.entry import is_function, read
 from ft_hsdp.core.restart import Cause, doubled
 from ft_hsdp.errors import ConfigError, Retryable
@@ -207,7 +207,7 @@ class RayHosts:
     def _reserve(self, request: PlacementRequest) -> Reservation:
         number = self._names[request.name] = self._names.get(request.name, 0) + 1
         name = request.name if number == 1 else f"{request.name}:{number}"
-        made = self._make(replace(request, name=name, avoid=tuple(sorted({*request.avoid, *self._avoid}))))
+        made = self._make(replace(request, name=name, avoid=tuple(sorted({*request.avoid, *self._avoid} - {""}))))
         self._reserved.add(made)
         return made
 
@@ -220,10 +220,10 @@ class RayHosts:
 
     async def _provide(self, pool: Pool, group: HostGroup, seat: Seat) -> None:
         """Keep a host in a seat until the job ends."""
-        failed = 0
+        failed, node, shun = 0, "", ""
         while not self.ended:
             try:
-                await self._place(group, seat)
+                node = await self._place(group, seat, shun)
                 host = await self._open(pool, group, seat)
             except ConfigError as error:
                 if not self._opened:  # else the fault is one node's
@@ -234,7 +234,7 @@ class RayHosts:
             except (Retryable, OSError) as error:
                 why = str(error)
             else:
-                failed = 0
+                failed, shun = 0, ""
                 await host.left.wait()
                 seat.host = None
                 if host.over:
@@ -243,15 +243,24 @@ class RayHosts:
                     seat.former.append(host)
                     await self._move(group, seat)
                 continue
-            failed += 1
+            failed, shun = failed + 1, node if failed else ""
             self._prevented(group, why)
             await asyncio.sleep(doubled(PAUSE_S, failed, PAUSE_MAX_S))
 
-    async def _place(self, group: HostGroup, seat: Seat) -> None:
-        """Wait until a seat has a place on a node that lives and is not to be avoided."""
+    async def _place(self, group: HostGroup, seat: Seat, shun: str) -> str:
+        """Wait until a seat has a place on a node that lives and is not to be avoided; return Ray's id of that.
+
+        Args:
+            shun: A node that counts only if no other has a place within `timeouts.place_s`; "": none.
+        """
+        if shun:
+            await self._move(group, seat, shun)
         until, told = time.monotonic() + self._config.timeouts.place_s, False
         while not (node := await seat.reservation.node(seat.place)) or node in self._avoid:
             if node:  # Ray moves no bundle from a node that lives
+                await self._move(group, seat, shun)
+            elif shun and time.monotonic() > until:
+                shun, until = "", until + self._config.timeouts.place_s
                 await self._move(group, seat)
             elif not told and time.monotonic() > until:
                 told = True
@@ -261,16 +270,15 @@ class RayHosts:
             await asyncio.sleep(POLL_S)
         if told:
             self._prevented(group, "it has a place", over=True)
+        return node
 
-    async def _move(self, group: HostGroup, seat: Seat) -> None:
-        """Ask for another place of a seat."""
+    async def _move(self, group: HostGroup, seat: Seat, shun: str = "") -> None:
+        """Ask for another place of a seat, not on the node `shun`."""
         known = [each for each in group.seats if each is not seat and each.reservation.nodes]
-        avoid = (
-            tuple(each.reservation.nodes[each.place] for each in known)
-            if group.request.strategy == "STRICT_SPREAD"
-            else ()
-        )
-        old, seat.reservation = seat.reservation, self._reserve(replace(group.request, size=1, avoid=avoid))
+        avoid = [shun]
+        if group.request.strategy == "STRICT_SPREAD":
+            avoid += [each.reservation.nodes[each.place] for each in known]
+        old, seat.reservation = seat.reservation, self._reserve(replace(group.request, size=1, avoid=tuple(avoid)))
         seat.place = 0
         seat.reservation.use(seat)
         await self._leave(old, seat)
@@ -291,7 +299,7 @@ class RayHosts:
             None if group.owner is None else (group.owner, group.seats.index(seat)),
             pool.only,
             None if several else seat.number * SPARES,
-            dump(config.model_copy(update={"alerts": ()})),  # for the lighthouse alone: webhooks are secrets
+            dump(public(config)),
             secret.current(run.token),
             secret.current(run.checkpoint_key),
             self.urls,
@@ -299,9 +307,12 @@ class RayHosts:
             self._cluster.address,
             b"" if config.entry is None or is_function(config.entry) else read(config.entry),
         )
-        actor, patience_s = await seat.reservation.actor(seat.place, self._setup), config.timeouts.boot_s
+        actor, waits = await seat.reservation.actor(seat.place, self._setup), config.timeouts
+        patience_s = waits.reach_s + waits.boot_s + waits.spawn_s
+        if config.hosts.check:
+            patience_s += config.hosts.check + waits.boot_s
         try:
-            async with asyncio.timeout(patience_s + config.timeouts.spawn_s):
+            async with asyncio.timeout(patience_s):
                 location: ActorLocation = await actor.open.remote(order)
         except BaseException as error:
             seat.reservation.kill(actor)

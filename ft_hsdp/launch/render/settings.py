@@ -11,11 +11,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import yaml
 
-from ft_hsdp.config import Config, NetworkConfig, TimeoutsConfig
+from ft_hsdp.config import Config, NetworkConfig, TimeoutsConfig, public
 from ft_hsdp.config.entry import is_function
 from ft_hsdp.config.loader import YamlDumper
 from ft_hsdp.config.network import WEBHOOK
@@ -191,12 +190,11 @@ def dump(config: Config) -> str:
     Raises:
         ConfigError: It contains a secret, which the message does not show: many people read a rendered file.
     """
-    for url in config.lighthouse.etcd:
-        if "@" in urlsplit(url).netloc:
-            allowed = (
-                "URLs without one; set FT_HSDP_ETCD_USER and FT_HSDP_ETCD_PASSWORD in the lighthouse's environment"
-            )
-            raise ConfigError("lighthouse.etcd", "a password", allowed)
+    if public(config).lighthouse != config.lighthouse:
+        allowed = (
+            "URLs without one; set FT_HSDP_ETCD_USER and FT_HSDP_ETCD_PASSWORD in the lighthouse's environment"
+        )
+        raise ConfigError("lighthouse.etcd", "a password", allowed)
     for i, alert in enumerate(config.alerts):
         if alert.url is not None:
             allowed = "null: name a command that finds the URL where the lighthouse runs, such as in a Secret"

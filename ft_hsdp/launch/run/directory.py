@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from ft_hsdp import secret
 from ft_hsdp.claim import Claim, FolderOwner, Record, judge, read, turn
-from ft_hsdp.config import Config, dump, load
+from ft_hsdp.config import Config, dump, load, public
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 from ft_hsdp.jsonl import (
     Queued,
@@ -252,7 +252,7 @@ def write_job_files(run: RunDir, config: Config, token: str | None = None) -> No
     options = config.checkpoint
     key = secret.make_checkpoint_key(options.key, Path(options.dir) if options.dir and not options.trust else None)
     run.path.mkdir(parents=True, exist_ok=True)
-    if config.alerts:  # a webhook is a secret
+    if config != public(config):
         secret.write_private(run.config, dump(config))
     else:
         run.config.write_text(dump(config), encoding="utf-8")

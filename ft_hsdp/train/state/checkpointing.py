@@ -19,7 +19,7 @@ import torch
 
 from ft_hsdp import secret
 from ft_hsdp.claim import FolderOwner
-from ft_hsdp.config import Config, resume_hash
+from ft_hsdp.config import Config, public, resume_hash
 from ft_hsdp.core import checkpoint, state_id
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
@@ -106,7 +106,7 @@ def open_checkpoints(
         incarnation,
         config.slots,
         checkpoints.config_hash,
-        config.model_dump(mode="json"),
+        public(config).model_dump(mode="json"),
         config.train.accumulate,
         live_state.frozen,
         live_state.aliases,

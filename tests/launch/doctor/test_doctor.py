@@ -22,6 +22,7 @@ from ft_hsdp.lifetime import identity
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.train.identity import host_name
 from tests.support.answering import Answering, serving
+from tests.support.certificates import Authority
 from tests.support.launch.launch_helpers import DEADLINE_S
 
 PAGE = (Path(__file__).parents[3] / "docs/doctor.md").read_text()
@@ -157,6 +158,18 @@ def test_its_port_is_not_looked_at_here(elsewhere: str) -> None:
     assert found("port", subject).state is CheckState.SKIP
     named = elsewhere.replace("127.0.0.1", "localhost")
     assert "127.0.0.1" in found("lighthouse", Subject(parse({}), (named,))).text
+
+
+def test_what_the_lighthouse_alone_has_is_not_looked_at_beside_it(tmp_path: Path) -> None:
+    certificate, _ = Authority(tmp_path).sign("server", "head")
+    keys = {
+        "network": {"tls_certificate": certificate, "tls_key": "none"},
+        "lighthouse": {"etcd": ["http://[::1]:1"]},
+    }
+    looked = [check for check in CHECKS if check.name in ("tls", "etcd")]
+    assert [each.ok for each in examine(Subject(parse(keys)), checks=looked)] == [False, False]
+    there = Subject(parse(keys), ("https://head:1",))
+    assert [(each.name, each.ok) for each in examine(there, checks=looked)] == [("tls", True)]
 
 
 def test_one_that_does_not_answer_fails(elsewhere: str) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -230,8 +231,12 @@ def test_of_several_jobs_that_make_one_run_at_a_time_one_has_it(run_dir: RunDir)
     claims[0].release()
 
 
-def test_a_configuration_that_names_a_webhook_is_for_its_owner_alone(run_dir: RunDir) -> None:
-    write_job_files(run_dir, config := parse({"alerts": [{"url": "https://a/secret"}]}), "a" * 64)
+@pytest.mark.parametrize(
+    "secrets",
+    [{"alerts": [{"url": "https://a/secret"}]}, {"ray": {"runtime_env": {"env_vars": {"KEY": "secret"}}}}],
+)
+def test_a_configuration_with_secrets_is_for_its_owner_alone(run_dir: RunDir, secrets: Any) -> None:
+    write_job_files(run_dir, config := parse(secrets), "a" * 64)
     write_config(other := run_dir.path / "other.yaml", config)
     assert [stat.S_IMODE(file.stat().st_mode) for file in (run_dir.config, other)] == [0o600] * 2
     assert load(run_dir.config) == load(other) == config

@@ -3,15 +3,17 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp import fault_injection
-from ft_hsdp.config import parse
+from ft_hsdp.config import parse, public
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent.messages import Settle
 from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.train.state import checkpointing
 from ft_hsdp.train.state.checkpointing import Checkpoints
 from ft_hsdp.train.state.known_shards import Recoverer
 from ft_hsdp.train.state.live_state import LiveState
@@ -249,3 +251,12 @@ def test_a_replica_that_fetches_from_those_that_train_has_lost_nothing(hosts: Ma
     own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1)]
     found = restored(tmp_path, own, Lighthouse(5, own, stands=(True,)), checkpoint=False, number=1)
     assert found.events("StateRestored") == []
+
+
+def test_a_checkpoint_says_with_which_configuration_it_was_made_without_its_secrets(tmp_path: Path) -> None:
+    config = parse({"replicas": 2, "alerts": [{"url": "https://a/hunter2"}]})
+    with mock.patch.object(checkpointing, "Checkpointer") as made:
+        checkpointing.open_checkpoints(config, tmp_path, "0-a-0", mock.Mock(), mock.Mock(rank=1), {})
+    written = made.call_args.args[3].config
+    assert "hunter2" not in str(written)
+    assert parse(written) == public(config)
