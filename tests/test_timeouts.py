@@ -18,6 +18,7 @@ from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseProces
 from ft_hsdp.launch.render.settings import REACH_S, spread
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.train.state.checkpointing import CheckpointSaver
+from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/timeouts.md").read_text()
@@ -150,6 +151,7 @@ def test_a_checkpoint_is_finished_within_save_s() -> None:
         """A copy that never ends, and a writer that says how long it may take."""
 
         left: float | None = None
+        wait = SnapshotWriter.wait
 
         def after(self, _: object) -> None:
             pass
