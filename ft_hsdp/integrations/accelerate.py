@@ -158,8 +158,8 @@ class FtHsdpAccelerator(Accelerator):
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Have the job write values of a committed step, once (`Job.log`)."""
-        log_measured(self.job, values, step)
+        """Have the job write values of the newest committed step, once (`Job.log`), whatever ``step`` says."""
+        log_measured(self.job, values)
 
     # What is saved.
 
@@ -182,12 +182,12 @@ class FtHsdpAccelerator(Accelerator):
 
         Each replica writes the same files. Each file appears as a whole, so replicas may do it at the same time.
         """
-        with placed_in(Path(save_directory)) as made:
+        with self.job.announced("saving"), placed_in(Path(save_directory)) as made:
             super().save_model(model, made, *args, **kwargs)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Save an object as Accelerate does, on rank 0 of each replica; the file appears as a whole."""
-        with placed_at(Path(f)) as part:
+        with self.job.announced("saving"), placed_at(Path(f)) as part:
             super().save(obj, part, safe_serialization)
 
     # What the job does itself.

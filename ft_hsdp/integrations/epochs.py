@@ -86,6 +86,13 @@ def open_epochs(
     return EpochLoader(job, translate(job, data) if isinstance(data, DataLoader) else data, begin)
 
 
+def check_epochs(loader: Loader[Any]) -> None:
+    """Check that an epoch of ``loader`` has a step. Raises ConfigError."""
+    if not loader.steps_per_epoch:
+        allowed = "enough for a step of all replicas: a smaller batch_size, or more samples"
+        raise ConfigError("DataLoader(batch_size)", "an epoch of less than one step", allowed)
+
+
 class EpochLoader:
     """The batches of a job in epochs: each pass over it is one, and ``len`` of it says how many batches that has.
 
@@ -104,9 +111,7 @@ class EpochLoader:
         Raises:
             ConfigError: An epoch has less than one step.
         """
-        if not loader.steps_per_epoch:
-            allowed = "enough for a step of all replicas: a smaller batch_size, or more samples"
-            raise ConfigError("DataLoader(batch_size)", "an epoch of less than one step", allowed)
+        check_epochs(loader)
         self._job = job
         self._loader = loader
         self._begin = begin

@@ -195,7 +195,7 @@ class FtHsdpStrategy(ModelParallelStrategy):
         A collective of the replica. Every replica may write the file at the same step: all write the same
         content, and each puts it in place at once.
         """
-        with placed_at(Path(self.broadcast(str(path)))) as part:
+        with self.job.announced("saving"), placed_at(Path(self.broadcast(str(path)))) as part:
             super().save_checkpoint(part, state, *args, **kwargs)  # rank 0 writes
 
     def load_checkpoint(self, path: str | Path, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -223,8 +223,8 @@ class JobLogger(Logger):
         """None: a run has no versions."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Log values of a committed step; None is the newest one (`Job.log`)."""
-        log_measured(self._job, metrics, step)
+        """Log values of the newest committed step (`Job.log`), whatever ``step`` says."""
+        log_measured(self._job, metrics)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Refuse hyper-parameters. Raises ConfigError."""

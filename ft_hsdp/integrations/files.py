@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import tempfile
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from ft_hsdp.claim import try_lock
+
+_SAVING = ".saving-"
 
 
 @contextmanager
 def placed_in(folder: Path) -> Iterator[str]:
     """Put what a ``with`` block writes into a new folder into ``folder``, file by file.
+
+    What a writer left that was killed is removed, where the file system has locks.
 
     Args:
         folder: Is made if need be. Files of the same names are replaced, the others stay.
@@ -21,12 +28,31 @@ def placed_in(folder: Path) -> Iterator[str]:
         The path of the new folder, which is removed at the end.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as made:
-        yield made
-        for file in [path for path in Path(made).rglob("*") if path.is_file()]:
-            place = folder / file.relative_to(made)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(file, place)
+    for left in list(folder.glob(f"{_SAVING}*")):
+        with suppress(OSError), _locked(left) as free:
+            if free:
+                shutil.rmtree(left)
+    new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
+    with _locked(new):
+        made = new.rename(folder / f"{_SAVING}{new.name}")  # others look at it when it is locked
+        try:
+            yield str(made)
+            for file in [path for path in made.rglob("*") if path.is_file()]:
+                place = folder / file.relative_to(made)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, place)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool | None]:
+    """Yield whether this process has locked ``folder`` until the end; None: the file system has no locks."""
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield try_lock(held, fcntl.LOCK_EX)
+    finally:
+        os.close(held)
 
 
 @contextmanager
@@ -36,10 +62,5 @@ def placed_at(file: Path) -> Iterator[Path]:
     Yields:
         The path that it has until then.
     """
-    part = file.with_name(f"{file.name}.{uuid.uuid4().hex}.part")
-    try:
-        yield part
-        if part.exists():
-            part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+    with placed_in(file.parent) as made:
+        yield Path(made) / file.name

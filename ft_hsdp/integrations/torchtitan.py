@@ -230,7 +230,7 @@ class _JobLogger(BaseLogger):
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         own = {k: v for k, v in metrics.items() if k != "grad_norm" and not k.startswith("loss_metrics/")}
-        log_measured(self._job, own, step)
+        log_measured(self._job, own)
 
 
 def _check(config: Trainer.Config, job: Job) -> None:

@@ -28,6 +28,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.optimization import GreedyLR
 
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.integrations.epochs import check_epochs
 from ft_hsdp.integrations.files import placed_in
 from ft_hsdp.train.job import Job, Optimizer
 from ft_hsdp.train.loop.user_loop import log_measured
@@ -111,7 +112,6 @@ class FaultTolerantMixin(Behind):
         self.committed = False  # whether the last step of the Trainer ended with a commit
         self._optim: Optimizer | None = None
         self._batches: Iterator[Any] | None = None
-        self._ended = False  # whether the job has no more batches for this rank
         _check_class(type(self))
         super().__init__(*args, **kwargs)
         _check_arguments(self.args, job)
@@ -161,7 +161,7 @@ class FaultTolerantMixin(Behind):
         """Return the job's loader over the dataset, with the Trainer's collator, batch size and workers.
 
         Raises:
-            ConfigError: The dataset is none that the job can deal samples of.
+            ConfigError: The dataset is none that the job can deal samples of, or it has less than one step.
         """
         plain = super().get_train_dataloader()
         ahead = {"prefetch_factor": plain.prefetch_factor} if plain.num_workers else {}
@@ -176,6 +176,7 @@ class FaultTolerantMixin(Behind):
             multiprocessing_context=plain.multiprocessing_context,
             **ahead,
         )
+        check_epochs(self._loader)
         return self._loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
@@ -190,7 +191,7 @@ class FaultTolerantMixin(Behind):
             self._batches = epoch_iterator
         samples, items = super().get_batch_samples(epoch_iterator, 1, device)
         if not samples:
-            self._ended = self.control.should_training_stop = True
+            self.control.should_training_stop = True
             self._follow(self.job.step)
         elif self.job.config.data.weight == "tokens":
             if items is None:
@@ -274,17 +275,13 @@ class FaultTolerantMixin(Behind):
         self.state.global_step = step - more
 
     def _warm_up(self) -> None:
-        """Run forward and backward once before the first batch joins the job, if the model takes its batches."""
-        inputs = self._prepare_inputs(self._loader.batch(0, 0, self.job.data_rank))
+        """Train the first micro-batch once before a batch joins the job, if it has labels."""
+        inputs = self._loader.batch(0, 0, self.job.data_rank)
         if not self.label_names or any(name not in inputs for name in self.label_names):
             return
-        self.model.train()
-
-        def once() -> None:
-            output = self.model(**inputs)
-            (output["loss"] if isinstance(output, dict) else output[0]).backward()
-
-        self.job.warm_up(once)
+        self.current_gradient_accumulation_steps = 1  # the Trainer sets it after `get_batch_samples`
+        behind: Any = super()
+        self.job.warm_up(lambda: behind.training_step(self.model, inputs, None))
 
     # What the Trainer reports. These methods are private in transformers 5.23.
 
@@ -305,7 +302,7 @@ class FaultTolerantMixin(Behind):
 
     def log_to_job(self, logs: dict[str, Any]) -> None:
         """Hand the numbers of the Trainer's ``logs`` to the job's metrics."""
-        if self._batches is not None and not self._ended:
+        if self._batches is not None:
             log_measured(self.job, logs)
 
     # Evaluation, and what is saved.
@@ -316,7 +313,7 @@ class FaultTolerantMixin(Behind):
         Returns:
             The Trainer's `EvalLoopOutput`.
         """
-        with self.job.pause("evaluation"):
+        with self.job.announced("evaluation"):
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -327,13 +324,13 @@ class FaultTolerantMixin(Behind):
         Args:
             output_dir: A directory; None takes ``args.output_dir``.
         """
-        target = Path(output_dir or self.args.output_dir)
-        state = self.job.full_state_dict()
-        if self.args.should_save:
-            with placed_in(target) as made:
-                self._save(made, state_dict=state)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        with self.job.announced("saving"):
+            state = self.job.full_state_dict()
+            if self.args.should_save:
+                with placed_in(Path(output_dir or self.args.output_dir)) as made:
+                    self._save(made, state_dict=state)
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
 class FaultTolerantTrainer(FaultTolerantMixin, Trainer):

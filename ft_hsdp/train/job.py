@@ -499,6 +499,7 @@ class Job(DataSources, UserLoop):
         self._events = None
         runtime, self._runtime = self._runtime, None  # a signal may come at any time
         if runtime is not None:
+            self.left = True
             runtime.close()
 
     # What a store of blocks asks of its job.

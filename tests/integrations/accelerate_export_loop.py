@@ -32,6 +32,8 @@ def main() -> None:
             loss = functional.cross_entropy(model(numbers[:, :-1]), numbers[:, 1:].flatten())
             accelerator.backward(loss)
             optimizer.step()
+            accelerator.log({"loss": loss}, step=9)  # no committed step
+    accelerator.log({"late": 1.0})  # after the end of the job
     accelerator.save_model(model, folder / "model")
     accelerator.save_model(model, folder / "shards", max_shard_size="20KB")
     weights = accelerator.get_state_dict(model)

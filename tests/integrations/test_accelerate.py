@@ -104,14 +104,16 @@ def test_what_would_change_one_replica_alone_is_refused(tmp_path: Path) -> None:
     for batch in loader:
         accelerator.backward(model(torch.full((1, 4), float(batch))).sum())
         adam.step()
-        accelerator.log({"batch": batch})
+        accelerator.log({"batch": batch}, step=9)
         refused(lambda: adam.step(lambda: 0.0), "closure")
         refused(lambda: accelerator.prepare(torch.nn.Linear(1, 1)), "before the first batch")
     assert job.given == ([inner], [stepped.scheduler])
     assert job.wrapped.clip == 1.0
     assert len(job.committed) == 3
     assert all(isinstance(loss, torch.Tensor) for loss in job.committed)
-    assert job.logged == [({"batch": 0}, None), ({"batch": 1}, None), ({"batch": 2}, None)]
+    assert job.logged == [{"batch": 0}, {"batch": 1}, {"batch": 2}]
+    accelerator.save({"a": 1}, tmp_path / "a.pt")
+    assert (torch.load(tmp_path / "a.pt"), job.paused) == ({"a": 1}, ["saving"])
 
 
 @pytest.mark.usefixtures("alone")
@@ -133,6 +135,7 @@ def test_what_is_saved_is_the_whole_model(tmp_path: Path) -> None:
     settings = {"replicas": 2, "entry": loop, "args": [str(tmp_path)], "checkpoint__every": 2}
     with Job(tmp_path, 2, **settings) as job:
         job.ends_at(2)
+        assert [set(row["logged"]) for row in job.rows("metrics.jsonl") if "logged" in row] == [{"loss"}] * 2
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     shards = [load_file(file) for file in sorted((tmp_path / "shards").glob("*.safetensors"))]
     assert len(shards) > 1

@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from ft_hsdp.integrations.epochs import EpochLoader, translate
+from ft_hsdp.integrations.files import placed_at, placed_in
 from tests.support.refused import refused
 
 PER_EPOCH = 3
@@ -135,3 +137,12 @@ def test_the_job_takes_what_the_dataloader_was_made_with() -> None:
 def test_a_sampler_of_its_own_is_refused(make: Callable[[Any], Any], words: str) -> None:
     job: Any = SimpleNamespace()
     refused(lambda: translate(job, make(TensorDataset(torch.arange(8)))), words)
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_another_one_writes_stays(tmp_path: Path) -> None:
+    (tmp_path / ".saving-killed").mkdir()
+    with placed_in(tmp_path) as made, placed_at(tmp_path / "b") as part, placed_at(Path(made) / "a") as inner:
+        inner.write_text("whole")
+        part.write_text("whole")
+        assert {Path(made), part.parent} == set(tmp_path.glob(".saving-*"))
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"a": "whole", "b": "whole"}

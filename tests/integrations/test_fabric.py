@@ -144,12 +144,14 @@ def test_several_optimizers_commit_together() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_files_hold_the_whole_model_and_are_put_in_place_at_once(tmp_path: Path) -> None:
-    fabric, _ = launched(Stub())
+    job = Stub()
+    fabric, _ = launched(job)
     model = fabric.setup_module(torch.nn.Linear(4, 4))
     adam = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
     before = model.weight.full_tensor().clone()
     fabric.save(tmp_path / "all.ckpt", {"model": model, "adam": adam, "note": 7})
     assert [file.name for file in tmp_path.iterdir()] == ["all.ckpt"]
+    assert job.paused == ["saving"]
     whole = (tmp_path / "all.ckpt").read_bytes()
     with pytest.raises((AttributeError, pickle.PicklingError)):  # torch, in the middle of the file
         fabric.save(tmp_path / "all.ckpt", {"model": model, "note": lambda: 0})
@@ -167,7 +169,7 @@ def test_what_fabric_logs_reaches_the_job() -> None:
     fabric.loggers.append(strategy.logger)
     fabric.log("eval_loss", torch.tensor(0.5), step=3)
     fabric.log_dict({"a": 1.0, "b": 2.0})
-    assert job.logged == [({"eval_loss": 0.5}, 3), ({"a": 1.0, "b": 2.0}, None)]
+    assert job.logged == [{"eval_loss": 0.5}, {"a": 1.0, "b": 2.0}]
     refused(lambda: strategy.logger.log_hyperparams({"lr": 1.0}), "log_hyperparams")
 
 

@@ -180,9 +180,9 @@ class Stub(SimpleNamespace):
     """What the functions of ``ray.train`` ask of a job."""
 
     def __init__(self) -> None:
-        super().__init__(logged=[], logged_names=set())
+        super().__init__(logged=[], logged_names=set(), left=False)
 
-    def log(self, values: dict[str, float], step: None) -> None:
+    def log(self, values: dict[str, float]) -> None:
         self.logged.append(values)
 
 

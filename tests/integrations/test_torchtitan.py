@@ -174,6 +174,7 @@ class Stub(SimpleNamespace):
         self.weights: list[int] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.logged_names: set[str] = set()
+        self.left = False
 
     def adopt(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -207,8 +208,8 @@ class Stub(SimpleNamespace):
                 return
             yield batch
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.logged.append((step, values))
+    def log(self, values: dict[str, float]) -> None:
+        self.logged.append((self.step, values))
 
 
 @pytest.fixture

@@ -5,9 +5,11 @@ Run by `make integration-transformers`.
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -72,7 +74,7 @@ def check_logged(run: Path) -> None:
 
 
 def test_adapters_are_those_of_our_own_loop(tmp_path: Path) -> None:
-    script = changed(tmp_path, "sft_train.py", "max_steps=80,", "max_steps=24,")
+    script = changed(tmp_path, "sft_train.py", {"max_steps=80,": "max_steps=24,"})
     short: dict[str, Any] = {"config": "sft.yaml", "train__steps": 24}
     kill = {"at_step": 8, "replicas": [VICTIM], "rank": 1}
     with ExampleJob(
@@ -84,23 +86,33 @@ def test_adapters_are_those_of_our_own_loop(tmp_path: Path) -> None:
         assert job.finish(24) == killed
 
 
-def changed(folder: Path, script: str, before: str, after: str) -> str:
+def changed(folder: Path, script: str, words: dict[str, str]) -> str:
     """A copy of a script of the example in which some words are others."""
     text = (EXAMPLES / script).read_text()
-    assert before in text
-    (folder / script).write_text(text.replace(before, after))
+    for before, after in words.items():
+        assert before in text
+        text = text.replace(before, after)
+    (folder / script).write_text(text)
     return str(folder / script)
 
 
 def test_several_micro_batches_are_one_step_of_the_trainer(tmp_path: Path) -> None:
-    """Accumulation is the job's: the Trainer logs, and steps its scheduler, once for each committed step."""
-    script = changed(tmp_path, "train.py", "max_steps=100,", "max_steps=20, gradient_accumulation_steps=2,")
+    """Accumulation is the job's: the Trainer logs, and steps its scheduler, once for each committed step.
+
+    After the job it evaluates, and the rest of the script runs.
+    """
+    words = {
+        "max_steps=100,": "max_steps=20, gradient_accumulation_steps=2,",
+        "save_model()": f"evaluate(), trainer.save_model({str(tmp_path / 'model')!r})",
+    }
+    script = changed(tmp_path, "train.py", words)
     digests = set()
     for name, entry in (("trainer", script), ("own", OWN_LOOP)):
         with ExampleJob("transformers", tmp_path, name, entry=entry, train__accumulate=2, train__steps=20) as job:
             digests.add(job.finish(20))
             assert {row["units"] for row in job.rows("metrics.jsonl") if "loss" in row} == {8}
     assert len(digests) == 1
+    assert (tmp_path / "model" / "config.json").exists()
 
 
 # What is refused: one rank, with a job that only has a configuration.
@@ -111,7 +123,14 @@ def stub(steps: int = 3, ranks: int = 1) -> Any:
     train = SimpleNamespace(steps=steps, accumulate=1, threads=1)
     config = SimpleNamespace(train=train, data=SimpleNamespace(weight="units"))
     return SimpleNamespace(
-        config=config, ranks=ranks, shard=lambda model: model, adopt=lambda model: model, step=0
+        config=config,
+        ranks=ranks,
+        data_rank=0,
+        shard=lambda model: model,
+        adopt=lambda model: model,
+        step=0,
+        warm_up=lambda once: once(),
+        announced=mock.Mock(return_value=nullcontext()),
     )
 
 
@@ -207,12 +226,40 @@ def test_a_step_that_is_left_behind_trains_on_until_one_is_committed(tmp_path, m
     assert (made._get_grad_norm(made.model), made._get_learning_rate()) == (0.5, 0.25)
 
 
+def test_the_warm_up_has_the_loss_of_the_trainer(tmp_path: Path) -> None:
+    from ft_hsdp.integrations.transformers import FaultTolerantTrainer
+
+    class Weighing(FaultTolerantTrainer):
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **more: Any) -> Any:
+            return inputs.pop("weight") * super().compute_loss(model, inputs, *args, **more)
+
+    job = stub()
+    made = trainer(job, tmp_path, Weighing)
+    row = torch.ones(1, 4, dtype=torch.long)
+    (3 * made.model(input_ids=row, labels=row).loss).backward()
+    expected = made.model.lm_head.weight.grad.clone()
+    made.model.zero_grad()
+    batch = {"input_ids": row, "labels": row, "weight": torch.tensor(3.0)}
+    loader = SimpleNamespace(batch=lambda shard, index, rank: batch, steps_per_epoch=1)
+    job.loader = lambda *args, **more: loader
+    made.get_train_dataloader()
+    made.get_batch_samples(iter([batch]), 1, torch.device("cpu"))
+    torch.testing.assert_close(made.model.lm_head.weight.grad, expected)
+
+
+def test_an_epoch_of_less_than_a_step_of_all_replicas_is_refused(tmp_path: Path) -> None:
+    job = stub()
+    job.loader = lambda *args, **more: SimpleNamespace(steps_per_epoch=0)
+    refused(trainer(job, tmp_path).get_train_dataloader, "less than one step")
+
+
 def test_what_is_saved_appears_as_a_whole(tmp_path: Path) -> None:
     job = stub()
     made = trainer(job, tmp_path / "out")
     job.full_state_dict = made.model.state_dict
     made.save_model()
     made.save_model()
+    job.announced.assert_called_with("saving")
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors"} <= names
     assert not [name for name in names if name.startswith(".saving")]

@@ -61,15 +61,19 @@ def _name(name: object) -> str:
     return name
 
 
-def log_measured(job: UserLoop, values: Any, step: int | None = None) -> None:
+def log_measured(job: UserLoop, values: Any) -> None:
     """Log what a trainer of others measures (`UserLoop.log`): nothing of it ends the job.
 
+    The values are of the newest committed step: a trainer's own count is another one once a replica was lost.
+
     Args:
-        job: In the loop, or in a callback.
+        job: In the loop, or in a callback; after the job, values are left out, and that is told once.
         values: By any names; see `loggable`.
-        step: The committed step that they are of; None: the newest one.
     """
-    job.log(loggable(values, job.logged_names) if isinstance(values, Mapping) else values, step)
+    if job.left:
+        _tell("values after the end of the job are left out")
+    else:
+        job.log(loggable(values, job.logged_names) if isinstance(values, Mapping) else values)
 
 
 def loggable(values: Mapping[Any, Any], known: Set[str]) -> dict[str, Any]:
@@ -156,6 +160,7 @@ class UserLoop:
         self._longest_pause_s = longest_pause_s
         self._pauses = Pauses()
         self.logged_names: set[str] = set()
+        self.left = False  # whether this rank was in the job, and is no more
         self._not_finite: set[str] = set()  # names whose value was not, at least once
         self._callbacks = Callbacks()
         self._user = UserState()
@@ -302,6 +307,10 @@ class UserLoop:
         with self._pauses.during(*checked_pause(what, limit_s, self._longest_pause_s)):
             yield
 
+    def announced(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Announce what a trainer of others does, as by `pause`, unless it is within another or after the job."""
+        return contextlib.nullcontext() if self.left or self._pauses.under_way else self.pause(what)
+
     @property
     def step(self) -> int:
         """The committed step that this rank holds: `Job` knows it."""
@@ -347,6 +356,11 @@ class Pauses:
     def end(self) -> None:
         self._now = None
         self.ended += 1
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is one, also if it has lasted for too long."""
+        return self._now is not None
 
     def left_s(self) -> float:
         """Return for how many seconds the pause may go on; 0: there is none, or it has lasted for too long."""

@@ -17,6 +17,8 @@ from tests.support.refused import refused
 from tests.support.train.one_rank import OneRank
 from tests.train.test_job import made
 
+CONFIG = parse({"replicas": 2, "ranks_per_replica": 1})
+
 
 def test_numbers_of_any_library_are_values() -> None:
     values = {"a": 1, "eval/loss": torch.tensor(0.5), "c_d.e-1": np.float32(2), "f": torch.tensor([3])}
@@ -63,7 +65,7 @@ def test_any_name_of_a_trainer_is_one_that_a_job_takes(measured: str, taken: str
 
 
 def test_what_a_trainer_measures_and_a_job_cannot_take_is_left_out_and_told_once(tmp_path, caplog) -> None:
-    job = made(tmp_path, parse({"replicas": 2, "ranks_per_replica": 1}))
+    job = made(tmp_path, CONFIG)
     job.logged_names.update(f"n{i}" for i in range(MAX_VALUES - 1))
     measured = {"n0": 0, "flag": True, "word": "x", "n none": None, "one_more": 1.0, "too many": 1.0, "again": 1.0}
     for _ in range(2):
@@ -71,6 +73,16 @@ def test_what_a_trainer_measures_and_a_job_cannot_take_is_left_out_and_told_once
         refused(lambda: log_measured(job, measured), "got 'n0, one_more'", "job.log")
     assert len(caplog.records) == 4
     refused(lambda: log_measured(job, [1.0]), key="job.log")
+
+
+def test_what_a_trainer_measures_after_the_job_is_left_out_and_told_once(tmp_path, caplog) -> None:
+    job = made(tmp_path, CONFIG)
+    with mock.patch.object(job, "_runtime"):  # it has joined
+        job.close()
+    for _ in range(2):
+        log_measured(job, {"late": 1.0})
+    refused(lambda: job.log({"late": 1.0}), "got 'late'", "job.log")
+    assert len(caplog.records) == 1
 
 
 def test_values_are_of_a_committed_step() -> None:
@@ -98,5 +110,5 @@ def test_a_value_of_a_callback_on_a_commit_is_of_the_epoch_of_that_commit(mesh: 
 
 
 def test_before_the_first_batch_there_is_no_step_whose_values_these_are(tmp_path: Path) -> None:
-    job = made(tmp_path, parse({"replicas": 2, "ranks_per_replica": 1}))
+    job = made(tmp_path, CONFIG)
     refused(lambda: job.log({"early": 1.0}), "got 'early';", "job.log")

@@ -135,5 +135,19 @@ def test_an_error_ends_a_pause_and_one_within_another_is_refused(tmp_path: Path)
         pass
 
 
+def test_what_a_trainer_announces_is_a_pause_in_the_job_and_none_within_another(tmp_path: Path) -> None:
+    job = made(tmp_path, CONFIG)
+    with job.announced("saving"):
+        refused(job.pause("export").__enter__, "saving is under way")
+    with job.pause("export"):
+        with job.announced("saving"):
+            pass
+        refused(job.pause("more").__enter__, "export is under way")
+    with mock.patch.object(job, "_runtime"):  # it has joined
+        job.close()
+    with job.announced("saving"), job.pause("after the end"):
+        pass
+
+
 def test_data_connections_outlast_the_longest_pause() -> None:
     assert RingSettings.of(CONFIG).patient.timeout_s == 2 * CONFIG.ftar.timeout_s + 100
