@@ -24,7 +24,7 @@ STEPS, STEP_S = 40, 0.8  # they last until a machine is back, on a slow one, too
 TOKEN, PORT = "the-token-of-a-job-on-machines", 29500
 SETTINGS = """
 entry: slow.py
-timeouts: {evict_s: 1.5, connect_s: 2.0, reach_s: 20.0, place_s: 3.0}
+timeouts: {evict_s: EVICT_S, connect_s: 2.0, reach_s: 20.0, place_s: 3.0}
 ftar: {timeout_s: 3.0}
 """
 
@@ -35,14 +35,15 @@ class JobOnMachines(TorchrunJob):
     In a rig that shares the folder `runs`, replicas find the lighthouse there.
     """
 
-    step_count, step_s = STEPS, STEP_S
+    step_count, step_s, evict_s = STEPS, STEP_S, 1.5
     allow = ""  # whose addresses are another machine's than the one that names them
 
     def __init__(self, rig: Rig, folder: Path, replicas: int, ranks: int, more: str = "") -> None:
         every = "::" if ":" in rig.host() else "0.0.0.0"
         network = f"network: {{host: '{every}', port: {PORT}{self.allow}}}"
         size = f"replicas: {replicas}\nranks_per_replica: {ranks}\ntrain: {{steps: {self.step_count}}}"
-        super().__init__(folder, f"{size}{SETTINGS}{network}\n{more}")
+        settings = SETTINGS.replace("EVICT_S", str(self.evict_s))
+        super().__init__(folder, f"{size}{settings}{network}\n{more}")
         self._shared, self.machines = rig.shared == "runs", rig.machines
         self.run = self.kept(rig.machines[0])
         self.supervisors: dict[int, warm.Process] = {}
