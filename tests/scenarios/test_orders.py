@@ -16,6 +16,7 @@ from ft_hsdp.state.checkpoint import catalog
 from tests.support.aborted import aborted
 from tests.support.running import run_by, running
 from tests.support.scenarios.scenario_job import Job
+from tests.support.slow_script import write_slow_script
 
 SMALL: dict[str, Any] = {"replicas": 2, "ranks_per_replica": 1}
 ENDLESS = 100_000
@@ -46,7 +47,7 @@ def test_ctrl_c_once_writes_the_state_and_the_same_command_goes_on_from_it(tmp_p
 # A real job is scaled up and down while it trains: no ring breaks, no batch is trained twice or left out.
 
 
-ELASTIC_STEPS = 200  # they must last until all has been scaled, on a fast machine, too: that takes about 75 here
+ELASTIC_STEPS, STEP_S = 200, 0.15  # they last until all has been scaled; then they take no time
 ELASTIC = {
     "replicas": 2,
     "max_replicas": 3,
@@ -62,7 +63,8 @@ def all_train(job: Job, *replicas: int) -> None:
 
 
 def test_two_three_one_two(tmp_path: Path) -> None:
-    with Job(tmp_path, ELASTIC_STEPS, **ELASTIC) as job:
+    write_slow_script(script := tmp_path / "slow.py", tmp_path / "hurry", STEP_S)
+    with Job(tmp_path, ELASTIC_STEPS, entry=str(script), **ELASTIC) as job:
         all_train(job, 0, 1)
         order(job, "scale", replicas=3)
         all_train(job, 0, 1, 2)
@@ -70,6 +72,7 @@ def test_two_three_one_two(tmp_path: Path) -> None:
         all_train(job, 0)
         order(job, "scale", replicas=2)
         all_train(job, 0, 1)
+        job.hurry()
         summary = job.end()
     ends = summary["replicas"]
     assert ends["0"]["digest"] == ends["1"]["digest"] != ends["2"]["digest"] == ""

@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "statements": (42_484, 39_000),
     "lines with JavaScript": (78_113, 71_000),
     "benchmarks outside the package": (4_173, 4_173),  # statements: 4,000, `culprits`, `study_speed`
-    "test lines": (72_735, 66_000),  # the model checker among them
+    "test lines": (72_738, 66_000),  # the model checker among them
     "modules with code": (308, 310),
     "configuration keys": (130, 124),  # 120; `interfaces`, `alerts`, two of `train`, `on_*`, `eval`, `check`
     "timeouts among them": (15, 14),
