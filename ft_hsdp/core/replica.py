@@ -118,8 +118,9 @@ def _transition(s: Replica, event: Event) -> Step:
                 return replace(s, ended=True), ()
             return ask(s) if s.grant is None and s.phase is Phase.ASKING else (s, ())
         case LeaveOverdue():
-            # No ring forms, so there is no commit at which it could leave.
-            waits = s.phase is Phase.ASKING and not s.intact and s.verified
+            # No ring forms, so there is no commit at which it could leave. A script may wait for one, and `stop`
+            # ends the others, too.
+            waits = s.phase is Phase.ASKING and not s.intact and s.verified and s.departing and not s.quits
             return end_loop(s) if waits and s.state.step and s.policy.keep_last else (s, ())
 
 

@@ -317,7 +317,8 @@ class HostAgent:
         return next((code for code in (EXIT_CONFIG, EXIT_HARDWARE) if code in codes), EXIT_RETRYABLE)
 
     def _cut_off(self, after_s: float) -> None:
-        late = ", ".join(held.name for held in self.held.values() if not held.over)
+        # What has no last state did not hear of the end, and is needed no more.
+        late = ", ".join(held.name for held in self.held.values() if not held.over and held.final())
         if late and self._code == EXIT_OK:
             self._cut = f"{late} still ran {after_s:g} s after the last step, and was killed (timeouts.pause_s)"
         self._kill_all()

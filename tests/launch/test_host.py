@@ -137,15 +137,22 @@ async def test_the_agent_ends_once_no_rank_is_left_and_says_so(scene: Scene, ans
     assert (scene.reports[-1].leaving, scene.reports[-1].seen) == (True, "")
 
 
-async def test_a_script_has_the_time_of_a_pause_after_the_last_step_and_is_not_cut_off_in_silence(run_dir) -> None:
+@pytest.mark.parametrize("final", [True, False])
+async def test_a_script_has_the_time_of_a_pause_after_the_last_step_and_is_not_cut_off_in_silence(
+    run_dir: RunDir, final: bool
+) -> None:
     scene = Scene(run_dir, timeouts={"stop_s": 1.0, "pause_s": 2.0})
     await async_until(lambda: scene.open, "a report")
     scene.answers(ranks := scene.assigned("0-a-0", 0, 1))
     await scene.waiting("0-0-0", "0-0-1")
     with mock.patch.object(TimeoutsConfig, "save_s", 0.5):
+        run_dir.final(0).write_text(json.dumps({"incarnation": "0-a-0" if final else "0-a-9"}))
         scene.answers(ranks, finished=True)
-        with pytest.raises(Retryable, match=r"0-a-0 still ran 3 s .*timeouts\.pause_s"):
-            await scene.running
+        if final:
+            with pytest.raises(Retryable, match=r"0-a-0 still ran 3 s .*timeouts\.pause_s"):
+                await scene.running
+        else:  # it has not heard of the end
+            assert await scene.running == EXIT_OK
 
 
 async def test_a_host_that_is_refused_ends_its_ranks_and_itself(scene: Scene) -> None:

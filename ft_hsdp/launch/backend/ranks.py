@@ -135,12 +135,15 @@ class HeldRanks(Changes):
         """Return whether no rank runs, and none is started."""
         return not self.starting and not self.living
 
+    def final(self) -> dict[str, Any]:
+        """Return what it has written here of its last state, of the job or of the replica; {}: nothing yet."""
+        found = read_json(self._run.final(self.replica)) or {}
+        return found if found.get("incarnation") == self.name else {}
+
     def report(self) -> HostRanks:
         living = {*self.starting, *(rank.rank for rank in self.living)}
-        # Of the job, or of this replica, which leaves before the job ends.
-        final = read_json(self._run.final(self.replica)) or {}
-        done = self.over and final.get("incarnation") == self.name
-        done = done and (not self.leaving or bool(final.get("of_job")))
+        final = self.final()
+        done = self.over and bool(final) and (not self.leaving or bool(final.get("of_job")))
         ends, pids = tuple(self.ends), tuple(rank.pid for _, rank in sorted(self.ranks.items()))
         return HostRanks(self.name, tuple(sorted(living)), ends, self.failed, done, *self.fed, self.how, pids)
 

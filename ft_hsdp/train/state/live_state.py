@@ -256,7 +256,12 @@ class LiveState:
             fault_injection.reach("apply-middle", record.step)
             self._model.clear()
             self._lent = True
-            then()
+            try:
+                then()
+            except BaseException:  # half of a step is no state, and nobody waits for one
+                self.state, self._lent = None, False
+                self._lock.notify_all()
+                raise
             self._model.capture()
             self._groups.settle()  # a callback may have set a rate
             self._user.refresh()

@@ -363,6 +363,14 @@ def test_a_step_that_is_applied_within_a_pause_is_a_state_and_its_callbacks_wait
     copied.assert_called_once_with()
 
 
+def test_a_step_that_a_callback_has_cut_short_is_no_state_and_holds_no_copy_up(mesh: DeviceMesh) -> None:
+    live, sharded = hold(mesh)
+    memory = np.empty(live.layout.nbytes, dtype=np.uint8)
+    with pytest.raises(SystemExit):
+        live.apply(record(START), sums(sharded), 0.5, mock.Mock(side_effect=SystemExit(3)))
+    assert live.pack(START, memory) is None
+
+
 def test_the_digest_knows_no_sharding_but_every_change(mesh: DeviceMesh) -> None:
     _, sharded = hold(mesh)
     plain = {n: p.detach().clone() for n, p in Odd().named_parameters()}
